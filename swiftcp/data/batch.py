@@ -1,0 +1,156 @@
+"""What the data pipeline hands to the trainer: samples, and micro-batches of the full, uncut stream.
+
+Shape legend: L tokens of a sample, B rows of a micro-batch (1 when packed), S tokens of a row of the micro-batch,
+I visual items (an image, or a whole video), P patches, D values of a patch, V merged visual features.
+All tensors are on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class VisualItems:
+    """Images and videos, and where each of their features goes."""
+
+    patches_PD: Tensor
+    """float32, as the checkpoint's processor flattens them, items one after the other."""
+    grid_thw: Tensor
+    """[I, 3] int64: frames, rows and columns of patches of each item."""
+    positions_V: Tensor
+    """int64: for each merged feature, in the order the tower returns them, its index into the flattened [B*S] stream."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One encoded row, alone: positions start at 0 and labels are not shifted."""
+
+    row: int
+    """0-based index in the data set."""
+    input_ids_L: Tensor
+    labels_L: Tensor
+    """int64, IGNORED_LABEL where not trained, not shifted: labels[i] is input_ids[i] or ignored."""
+    weights_L: Tensor
+    """float32 weight of each token's loss, aligned with `labels_L`."""
+    position_ids_3L: Tensor
+    visual: VisualItems | None = None
+
+    def __len__(self) -> int:
+        return self.input_ids_L.numel()
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch: the full stream, before anything is cut for context parallelism."""
+
+    input_ids_BS: Tensor
+    position_ids_3BS: Tensor
+    labels_BS: Tensor
+    """int64, already shifted inside each sample: labels[i] is what token i must predict."""
+    weights_BS: Tensor
+    """float32, shifted like the labels."""
+    padding_mask_BS: Tensor
+    """bool, True at padding. Never inferred from a token id."""
+    cu_seqlens: Tensor | None
+    """[n+1] int32, *padded* lengths of a pack's samples; None when the B rows are padded, one sample each."""
+    max_seqlen: int
+    lengths: tuple[int, ...]
+    """True lengths of the samples, in stream order."""
+    rows: tuple[int, ...]
+    """Data set row of each sample, in stream order; empty for a filler."""
+    visual: VisualItems | None = None
+
+    @property
+    def packed(self) -> bool:
+        return self.cu_seqlens is not None
+
+
+def _shift(values: Tensor, fill: float) -> Tensor:
+    """Move each value one position ahead inside one sample; the last position predicts nothing."""
+    return torch.cat([values[1:], values.new_full((1,), fill)])
+
+
+def _merge_visual(samples: Sequence[Sample], offsets: Sequence[int]) -> VisualItems | None:
+    parts = [(s.visual, o) for s, o in zip(samples, offsets, strict=True) if s.visual is not None]
+    if not parts:
+        return None
+    return VisualItems(
+        patches_PD=torch.cat([v.patches_PD for v, _ in parts]),
+        grid_thw=torch.cat([v.grid_thw for v, _ in parts]),
+        positions_V=torch.cat([v.positions_V + o for v, o in parts]),
+    )
+
+
+def _round_up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _place(samples: Sequence[Sample], shape: tuple[int, int], offsets: Sequence[int], pad_token_id: int) -> dict[str, Tensor]:
+    """Write the samples into padded [B, S] streams, each at its offset into the flattened stream."""
+    num_tokens = shape[0] * shape[1]
+    input_ids = torch.full((num_tokens,), pad_token_id, dtype=torch.int64)
+    labels = torch.full((num_tokens,), IGNORED_LABEL, dtype=torch.int64)
+    weights = torch.zeros(num_tokens, dtype=torch.float32)
+    padding = torch.ones(num_tokens, dtype=torch.bool)
+    positions = torch.zeros(3, num_tokens, dtype=torch.int64)
+    for sample, offset in zip(samples, offsets, strict=True):
+        here = slice(offset, offset + len(sample))
+        input_ids[here] = sample.input_ids_L
+        labels[here] = _shift(sample.labels_L, IGNORED_LABEL)
+        weights[here] = _shift(sample.weights_L, 0.0)
+        padding[here] = False
+        positions[:, here] = sample.position_ids_3L
+    return dict(
+        input_ids_BS=input_ids.view(shape),
+        labels_BS=labels.view(shape),
+        weights_BS=weights.view(shape),
+        padding_mask_BS=padding.view(shape),
+        position_ids_3BS=positions.view(3, *shape),
+    )
+
+
+def collate_pack(samples: Sequence[Sample], *, pack_align: int, pad_token_id: int, total_length: int | None = None) -> Batch:
+    """One packed micro-batch: each sample padded to a multiple of `pack_align`, one after the other.
+
+    `total_length` pads the pack's end up to that many tokens, as one more sequence without labels.
+
+    Raises:
+        ValueError: the samples do not fit `total_length`, or it is no multiple of `pack_align`.
+    """
+    padded = [_round_up(len(s), pack_align) for s in samples]
+    offsets = [sum(padded[:i]) for i in range(len(padded))]
+    rest = 0 if total_length is None else total_length - sum(padded)
+    if rest < 0 or rest % pack_align:
+        raise ValueError(f"{len(samples)} samples of {sum(padded)} padded tokens do not fill {total_length} tokens in steps of {pack_align}")
+    if rest:
+        padded.append(rest)
+    cu_seqlens = torch.tensor([0, *padded]).cumsum(0).to(torch.int32)
+    return Batch(
+        **_place(samples, (1, sum(padded)), offsets, pad_token_id),
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max(padded),
+        lengths=tuple(len(s) for s in samples),
+        rows=tuple(s.row for s in samples),
+        visual=_merge_visual(samples, offsets),
+    )
+
+
+def collate_rows(samples: Sequence[Sample], *, pack_align: int, pad_token_id: int) -> Batch:
+    """One padded micro-batch: a row a sample, all padded to the longest, rounded up to `pack_align`."""
+    num_tokens = _round_up(max(len(s) for s in samples), pack_align)
+    offsets = [i * num_tokens for i in range(len(samples))]
+    return Batch(
+        **_place(samples, (len(samples), num_tokens), offsets, pad_token_id),
+        cu_seqlens=None,
+        max_seqlen=num_tokens,
+        lengths=tuple(len(s) for s in samples),
+        rows=tuple(s.row for s in samples),
+        visual=_merge_visual(samples, offsets),
+    )

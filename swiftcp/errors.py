@@ -1,0 +1,43 @@
+"""The errors that users meet.
+
+Each is also a standard error, so that callers may catch either kind. `exit_code` is what the command line ends with
+(docs: exit codes). All are picklable, for they cross process borders.
+"""
+
+
+class SwiftcpError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+    exit_code = 1
+
+
+class ConfigError(SwiftcpError, ValueError):
+    """A recipe, option, environment variable or layout is wrong. The message names value, rule and remedy."""
+
+    exit_code = 2
+
+
+class DataError(SwiftcpError, ValueError):
+    """A row, a medium or a data file is wrong. The message names file, line, value and remedy."""
+
+    exit_code = 2
+
+
+class WeightsError(SwiftcpError, ValueError):
+    """A model folder does not hold what its configuration says. The message names the tensors."""
+
+    exit_code = 2
+
+
+class CheckpointError(SwiftcpError, RuntimeError):
+    """A training checkpoint cannot be written, is damaged or does not fit the run."""
+
+
+class TrainingError(SwiftcpError, RuntimeError):
+    """Training cannot go on: a rank failed, or a loss or gradient is not finite."""
+
+
+class PreemptedError(SwiftcpError, RuntimeError):
+    """The run was asked to stop and saved a checkpoint: start it again to go on."""
+
+    exit_code = 75
