@@ -128,7 +128,9 @@ def collate_pack(samples: Sequence[Sample], *, pack_align: int, pad_token_id: in
     offsets = [sum(padded[:i]) for i in range(len(padded))]
     rest = 0 if total_length is None else total_length - sum(padded)
     if rest < 0 or rest % pack_align:
-        raise ValueError(f"{len(samples)} samples of {sum(padded)} padded tokens do not fill {total_length} tokens in steps of {pack_align}")
+        raise ValueError(
+            f"{len(samples)} samples of {sum(padded)} padded tokens do not fill {total_length} tokens in steps of {pack_align}"
+        )
     if rest:
         padded.append(rest)
     cu_seqlens = torch.tensor([0, *padded]).cumsum(0).to(torch.int32)
