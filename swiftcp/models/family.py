@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
-
     from swiftcp.checkpoint.name_table import NameTable
+    from torch import Tensor, nn
 
 
 class Family(Protocol):
