@@ -1,0 +1,148 @@
+"""Core attention in plain PyTorch, with context parallelism over any process group.
+
+It keeps the contract of Transformer Engine's core attention: packed (`thd`) and padded (`sbhd`) streams cut by
+`swiftcp.parallel.context`, causal inside each sequence. Keys and values are gathered over the group (their gradients are
+reduce-scattered), queries stay local: exact in any layout, and the same code on gloo and NCCL.
+
+Legend: T local tokens of a pack, S local tokens of a padded row, B rows, N sequences taken as one batch, L tokens of one full
+sequence, c tokens of one chunk (L / 2CP), H query heads, G key/value heads, D values a head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from swiftcp.parallel.collectives import gather_first_dim
+from swiftcp.parallel.context import stream_order
+from swiftcp.parallel.packed import PackedStream
+
+
+def _causal_tail(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Causal attention of queries that are the last `query.size(2)` positions of the keys' sequence.
+
+    Args:
+        query: [N, H, q, D]; key, value: [N, G, k, D] with k >= q.
+    """
+    num_queries, num_keys = query.size(2), key.size(2)
+    grouped = query.size(1) != key.size(1)
+    if num_queries == num_keys:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=grouped)
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device).tril_(num_keys - num_queries)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def chunked_causal_attention(query: Tensor, key: Tensor, value: Tensor, *, cp_size: int, cp_rank: int, scale: float) -> Tensor:
+    """This rank's queries of N equally long sequences against the whole sequences.
+
+    Args:
+        query: [N, H, 2c, D], chunks `cp_rank` and `2*cp_size - 1 - cp_rank` of each sequence.
+        key, value: [N, G, L, D], in order.
+
+    Returns:
+        [N, H, 2c, D].
+    """
+    if cp_size == 1:
+        return _causal_tail(query, key, value, scale)
+    chunk = query.size(2) // 2
+    outputs = []
+    for part, chunk_number in enumerate((cp_rank, 2 * cp_size - 1 - cp_rank)):
+        num_seen = (chunk_number + 1) * chunk
+        part_query = query[:, :, part * chunk : (part + 1) * chunk]
+        outputs.append(_causal_tail(part_query, key[:, :, :num_seen], value[:, :, :num_seen], scale))
+    return torch.cat(outputs, dim=2)
+
+
+class TorchCoreAttention(MegatronModule):
+    """Causal core attention on `torch.nn.functional.scaled_dot_product_attention`."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        if config.attention_dropout or attention_dropout:
+            raise ValueError("attention dropout is not supported: results could not be equal in every layout")
+        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
+        self.cp_group: dist.ProcessGroup = groups.cp
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: PackedStream | None = None,
+    ) -> Tensor:
+        """Packed: query [T, H, D], key and value [T, G, D], returns [T, H * D]. Padded: [S, B, H, D] and so on, returns [S, B, H * D].
+
+        Padding stands behind each row's tokens, where causal attention cannot see it, so masks are not needed.
+        """
+        assert attention_mask is None and attention_bias is None, "causal streams carry no mask and no bias"
+        key, value = self._gather(key, value)
+        if packed_seq_params is not None:
+            return self._packed(query, key, value, packed_seq_params)
+        return self._padded(query, key, value)
+
+    def _gather(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of all ranks, one rank's stream behind the other, in one collective."""
+        if self.cp_group.size() == 1:
+            return key, value
+        return gather_first_dim(torch.cat([key, value], dim=-1), self.cp_group).chunk(2, dim=-1)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return chunked_causal_attention(query, key, value, cp_size=self.cp_group.size(), cp_rank=self.cp_group.rank(), scale=self.scale)
+
+    def _packed(self, query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, stream: PackedStream) -> Tensor:
+        groups = stream.groups(self.cp_group.size())
+        outputs, slots = [], []
+        for group in groups:
+            query, key, value = (
+                # [T, H, D] -> [N, H, L/CP or L, D]
+                tensor.index_select(0, index).unflatten(0, (-1, length)).transpose(1, 2)
+                for tensor, index, length in (
+                    (query_THD, group.local_slots, group.length // self.cp_group.size()),
+                    (key_TGD, group.gathered_slots, group.length),
+                    (value_TGD, group.gathered_slots, group.length),
+                )
+            )
+            outputs.append(self._attend(query, key, value).transpose(1, 2).flatten(0, 1))
+            slots.append(group.local_slots)
+        if len(groups) == 1:
+            return outputs[0].flatten(1)
+        output_THD = torch.cat(outputs).index_select(0, torch.cat(slots).argsort())
+        return output_THD.flatten(1)
+
+    def _padded(self, query_SBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor) -> Tensor:
+        cp_size = self.cp_group.size()
+        if cp_size > 1:
+            order = stream_order(None, query_SBHD.size(0) * cp_size, cp_size=cp_size, device=query_SBHD.device)
+            key_SBGD, value_SBGD = key_SBGD.index_select(0, order), value_SBGD.index_select(0, order)
+        # [S, B, H, D] -> [B, H, S, D]
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query_SBHD, key_SBGD, value_SBGD))
+        return self._attend(query, key, value).permute(2, 0, 1, 3).flatten(2)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """No parameters, nothing to save."""
+        return {}

@@ -1,0 +1,113 @@
+"""The mesh of ranks: the only module that touches megatron-core's `parallel_state`; others are handed groups.
+
+Axes, fastest first: context parallel (cp), data parallel (dp).
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from swiftcp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """This rank's place on each axis, and the groups it communicates in."""
+
+    device: torch.device
+    rank: int
+    world_size: int
+    cp_size: int
+    cp_rank: int
+    dp_size: int
+    dp_rank: int
+    cp_group: dist.ProcessGroup
+    dp_group: dist.ProcessGroup
+    """Ranks with the same part of other packs."""
+    dp_cp_group: dist.ProcessGroup
+    """Every rank that contributes to one gradient."""
+
+    def describe(self) -> str:
+        return f"world {self.world_size} = cp {self.cp_size} x dp {self.dp_size}"
+
+
+def context_parallel_size() -> int:
+    """CP of this process; 1 before a mesh exists."""
+    return parallel_state.get_context_parallel_world_size() if parallel_state.is_initialized() else 1
+
+
+def context_parallel_rank() -> int:
+    """This process's rank in its context-parallel group; 0 before a mesh exists."""
+    return parallel_state.get_context_parallel_rank() if parallel_state.is_initialized() else 0
+
+
+def select_device(device: str) -> torch.device:
+    """`cpu`, or this rank's CUDA device.
+
+    Raises:
+        ConfigError: CUDA is asked for where there is none.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device is cuda, but torch finds no CUDA device: set device to cpu or auto")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def start_process_group(device: torch.device, timeout_minutes: float = 30) -> None:
+    """Join the ranks that the launcher's variables describe; a lone process becomes a world of one."""
+    if dist.is_initialized():
+        return
+    timeout = datetime.timedelta(minutes=timeout_minutes)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def build_mesh(device: torch.device, *, context_parallel_size: int = 1) -> Mesh:
+    """Lay the ranks out; the process group must exist. A mesh built before is taken down.
+
+    Raises:
+        ConfigError: the number of ranks is no multiple of the context-parallel size.
+    """
+    world_size = dist.get_world_size()
+    if world_size % context_parallel_size:
+        raise ConfigError(
+            f"{world_size} ranks do not divide into context-parallel groups of {context_parallel_size}: "
+            f"start a multiple of context_parallel_size {context_parallel_size} ranks"
+        )
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(context_parallel_size=context_parallel_size, create_gloo_process_groups=False)
+    return Mesh(
+        device=device,
+        rank=dist.get_rank(),
+        world_size=world_size,
+        cp_size=context_parallel_size,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        cp_group=parallel_state.get_context_parallel_group(),
+        dp_group=parallel_state.get_data_parallel_group(),
+        dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+    )
+
+
+def stop() -> None:
+    """Take the mesh and the process group down."""
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

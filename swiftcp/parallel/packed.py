@@ -1,0 +1,77 @@
+"""The description of a packed or padded stream that every attention layer receives."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from swiftcp.parallel.context import stream_order
+
+
+@dataclass(frozen=True)
+class SequenceGroup:
+    """The sequences of a pack that have one length, so that attention takes them as one batch of n."""
+
+    length: int
+    """L, padded tokens of each sequence."""
+    local_slots: Tensor
+    """[n * L / CP] int64: their tokens in the local stream."""
+    gathered_slots: Tensor
+    """[n * L] int64: their tokens, in order, in the concatenation of all ranks' local streams."""
+
+
+class PackedStream(PackedSeqParams):
+    """megatron-core's description of a pack, with the lengths on the host, so that no layer asks the device for them.
+
+    One int32 tensor serves as all four `cu_seqlens` fields, for Transformer Engine compares them by identity, and padding
+    behind a causal sequence cannot reach it (`pad_between_seqs=False`).
+    """
+
+    def __init__(self, cu_seqlens: Tensor, host_ends: tuple[int, ...], max_seqlen: int) -> None:
+        """`cu_seqlens` [n + 1] int32 on the device; `host_ends` the same numbers; `max_seqlen` in padded tokens of the full stream."""
+        super().__init__(
+            qkv_format="thd",
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            cu_seqlens_q_padded=cu_seqlens,
+            cu_seqlens_kv_padded=cu_seqlens,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+            pad_between_seqs=False,
+        )
+        self.host_ends = host_ends
+        self._groups: dict[int, list[SequenceGroup]] = {}
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return self.host_ends[-1]
+
+    def groups(self, cp_size: int) -> list[SequenceGroup]:
+        """The pack's sequences by length; computed once for a pack."""
+        if cp_size not in self._groups:
+            self._groups[cp_size] = self._group(cp_size)
+        return self._groups[cp_size]
+
+    def _group(self, cp_size: int) -> list[SequenceGroup]:
+        starts_by_length: dict[int, list[int]] = defaultdict(list)
+        for start, end in zip(self.host_ends, self.host_ends[1:], strict=False):
+            if end > start:
+                starts_by_length[end - start].append(start)
+        device = self.cu_seqlens_q.device
+        order = stream_order(self.cu_seqlens_q, self.num_tokens, cp_size=cp_size, device=device)
+        groups = []
+        for length, starts in starts_by_length.items():
+            starts_n1 = torch.tensor(starts, device=device)[:, None]
+            groups.append(
+                SequenceGroup(
+                    length=length,
+                    local_slots=(starts_n1 // cp_size + torch.arange(length // cp_size, device=device)).flatten(),
+                    gathered_slots=order[(starts_n1 + torch.arange(length, device=device)).flatten()],
+                )
+            )
+        return groups
