@@ -8,8 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from swiftcp.checkpoint.name_table import NameTable
     from torch import Tensor, nn
+
+    from swiftcp.checkpoint.name_table import NameTable
+    from swiftcp.models.rotary import MultimodalRotary
+    from swiftcp.models.towers import TowerGeometry
 
 
 class Family(Protocol):
@@ -19,17 +22,35 @@ class Family(Protocol):
     """`model_type` of the checkpoint's config.json."""
     architecture: str
     """Name of the `transformers` class that reads and writes the checkpoint (the oracle)."""
+    aligner_prefixes: tuple[str, ...]
+    """Parameters of the tower, by prefix, that join it to the decoder (`freeze_aligner`, and not `freeze_vit`)."""
 
     def decoder_config(self, hf_config: Any) -> dict[str, Any]:
         """Fields of megatron-core's `TransformerConfig` that describe the decoder."""
         ...
 
-    def rotary(self, hf_config: Any) -> nn.Module:
-        """The decoder's rotary embedding: `position_ids [3, B, S] -> frequencies [S, B, 1, d]`, float32."""
+    def vocab_size(self, hf_config: Any) -> int:
+        """Rows of the embedding as the checkpoint stores it."""
+        ...
+
+    def max_sequence_length(self, hf_config: Any) -> int:
+        """Positions that the model was made for."""
+        ...
+
+    def tied_head(self, hf_config: Any) -> bool:
+        """Whether the output head is the embedding."""
+        ...
+
+    def rotary(self, hf_config: Any) -> MultimodalRotary:
+        """The decoder's rotary embedding."""
         ...
 
     def build_tower(self, hf_config: Any) -> nn.Module:
-        """The vision tower of `transformers`, with random weights, float32."""
+        """The vision tower of `transformers`, not initialised, float32, on the current default device."""
+        ...
+
+    def tower_geometry(self, hf_config: Any) -> TowerGeometry:
+        """What the plan of the tower's work needs to know."""
         ...
 
     def position_ids(self, hf_config: Any, input_ids_L: Tensor, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> Tensor:

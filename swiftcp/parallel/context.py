@@ -12,6 +12,8 @@ Legend: T tokens of the full stream, CP ranks of the context-parallel group.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -31,9 +33,8 @@ def check_divisible(lengths: list[int], cp_size: int) -> None:
     multiple = 2 * cp_size
     for index, length in enumerate(lengths):
         if length % multiple:
-            raise ValueError(
-                f"sequence {index} has {length} tokens, which is no multiple of 2*CP = {multiple}: pad it to {-(-length // multiple) * multiple}"
-            )
+            padded = -(-length // multiple) * multiple
+            raise ValueError(f"sequence {index} has {length} tokens, which is no multiple of 2*CP = {multiple}: pad it to {padded}")
 
 
 def _compute_index(cu_seqlens: Tensor, num_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
@@ -76,7 +77,7 @@ def local_token_index(
     if key not in cached:
         if cu_seqlens.device.type == "cpu":
             ends = cu_seqlens.tolist()
-            check_divisible([end - start for start, end in zip(ends, ends[1:], strict=False)], cp_size)
+            check_divisible([end - start for start, end in itertools.pairwise(ends)], cp_size)
             if ends[0] != 0 or ends[-1] != num_tokens:
                 raise ValueError(f"cu_seqlens runs from {ends[0]} to {ends[-1]}, but the stream has {num_tokens} tokens")
         index = _compute_index(cu_seqlens, num_tokens, cp_size, cp_rank)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,7 +60,7 @@ class PackedStream(PackedSeqParams):
 
     def _group(self, cp_size: int) -> list[SequenceGroup]:
         starts_by_length: dict[int, list[int]] = defaultdict(list)
-        for start, end in zip(self.host_ends, self.host_ends[1:], strict=False):
+        for start, end in itertools.pairwise(self.host_ends):
             if end > start:
                 starts_by_length[end - start].append(start)
         device = self.cu_seqlens_q.device

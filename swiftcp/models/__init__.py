@@ -1,0 +1,1 @@
+"""Models: `MultimodalGPTModel`, the parts it is made of, and one folder a family."""

@@ -1,0 +1,97 @@
+"""From a checkpoint's configuration to a model without weights, and what of it is trained."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+
+from swiftcp.errors import ConfigError
+from swiftcp.models.family import Family
+from swiftcp.models.mm_gpt_model import MultimodalGPTModel
+from swiftcp.parallel.layer_specs import Backend, decoder_spec
+from swiftcp.parallel.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+
+
+def transformer_config(
+    family: Family, hf_config: Any, mesh: Mesh, *, dtype: torch.dtype, backend: Backend, cp_comm_type: str | None = None, **recompute: Any
+) -> TransformerConfig:
+    """megatron-core's configuration of the decoder.
+
+    The one place for settings that correctness forces: the loss is summed per token and divided by one global count
+    (`calculate_per_token_loss`), and nothing is random (no dropout), or results would depend on the layout.
+
+    Args:
+        dtype: of the parameters and activations.
+        recompute: megatron-core's `recompute_*` fields.
+    """
+    on_cpu = mesh.device.type == "cpu"
+    return TransformerConfig(
+        **family.decoder_config(hf_config),
+        context_parallel_size=mesh.cp_size,
+        cp_comm_type=cp_comm_type if backend == "te" and mesh.cp_size > 1 else None,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # variable lengths ask for it, in dense models too
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        use_cpu_initialization=on_cpu,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=not on_cpu,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=not on_cpu,
+        **recompute,
+    )
+
+
+def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast parameters and leave buffers: rotary frequencies stay float32."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def build_model(family: Family, hf_config: Any, config: TransformerConfig, mesh: Mesh, *, backend: Backend) -> MultimodalGPTModel:
+    """The model on the mesh's device, its weights not yet set (see `swiftcp.checkpoint`). On a CPU: inside `cpu_mode()`."""
+    with torch.device(mesh.device):
+        tower = family.build_tower(hf_config)
+    _cast_parameters(tower, config.params_dtype)
+    vocab_size = family.vocab_size(hf_config)
+    model = MultimodalGPTModel(
+        config,
+        decoder_spec(config, backend),
+        tower=tower,
+        rotary=family.rotary(hf_config),
+        cp_group=mesh.cp_group,
+        vocab_size=vocab_size,
+        padded_vocab_size=vocab_size,
+        max_sequence_length=family.max_sequence_length(hf_config),
+        tied_head=family.tied_head(hf_config),
+    )
+    return model.to(mesh.device)
+
+
+def freeze(model: MultimodalGPTModel, family: Family, *, llm: bool, vit: bool, aligner: bool) -> None:
+    """Exclude parts from training.
+
+    Raises:
+        ConfigError: nothing is left to train.
+    """
+    for name, parameter in model.named_parameters():
+        if name.startswith(family.aligner_prefixes):
+            frozen = aligner
+        else:
+            frozen = vit if name.startswith("visual.") else llm
+        parameter.requires_grad_(not frozen)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError("freeze_llm, freeze_vit and freeze_aligner are all true, so nothing would be trained: set one to false")

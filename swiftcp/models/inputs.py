@@ -1,0 +1,107 @@
+"""What one rank hands to `MultimodalGPTModel` for one micro-batch, made on the host from the full stream.
+
+All counts and indices are computed here, from tensors on the host, so that the model never waits for the device. Everything
+local is cut by `split_cp_inputs`; nothing is counted from local ids.
+
+Legend: B rows (1 when packed), T tokens of the full stream, S local tokens (T / CP), N labelled local tokens, V visual
+features of the micro-batch, W those whose token is local. A *slot* is a place in the flattened [S * B] local hidden states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from swiftcp.data.batch import IGNORED_LABEL, Batch
+from swiftcp.models.towers import TowerGeometry, TowerWork, plan_tower_work
+from swiftcp.parallel.context import split_cp_inputs
+from swiftcp.parallel.mesh import Mesh
+from swiftcp.parallel.packed import PackedStream
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """One micro-batch on this rank's device."""
+
+    input_ids_BT: Tensor
+    cu_seqlens: Tensor | None
+    packed: PackedStream | None
+    position_ids_3BS: Tensor
+    tower_work: TowerWork | None
+    visual_positions_V: Tensor
+    """Index of each feature's token into the flattened [B * T] full stream."""
+    local_features_W: Tensor
+    """Which of the V features have their token on this rank."""
+    local_visual_slots_W: Tensor
+    """The slots of those tokens."""
+    label_slots_N: Tensor
+    targets_N: Tensor
+    """int64: the token that each labelled slot must predict."""
+    weights_N: Tensor
+    """float32 weight of each labelled token's loss."""
+    label_positions_N: Tensor
+    """On the host: index of each labelled slot into the flattened [B * T] full stream."""
+
+    @property
+    def num_labels(self) -> int:
+        """Labelled tokens of this rank: label not ignored, weight above 0."""
+        return self.label_slots_N.numel()
+
+
+def _slots(mask_BS: Tensor) -> Tensor:
+    """Places of the true entries in the flattened [S * B] stream, in stream order."""
+    return mask_BS.t().flatten().nonzero().flatten()
+
+
+def _at(values_BS: Tensor, slots: Tensor) -> Tensor:
+    return values_BS.t().flatten()[slots]
+
+
+def make_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> ModelInputs:
+    """Cut one micro-batch for this rank and send it to the rank's device.
+
+    Args:
+        batch: the full stream, on the host.
+        geometry: of the vision tower; None for a model without one.
+
+    Raises:
+        ValueError: a sequence length is no multiple of 2*CP.
+    """
+
+    def local(values: Tensor) -> Tensor:
+        cut = split_cp_inputs(values, batch.cu_seqlens, -1, cp_size=mesh.cp_size, cp_rank=mesh.cp_rank)
+        assert cut is not None
+        return cut
+
+    def send(values: Tensor) -> Tensor:
+        return values.to(mesh.device, non_blocking=True)
+
+    rows, num_tokens = batch.input_ids_BS.shape
+    stream_positions_BT = torch.arange(rows * num_tokens).view(rows, num_tokens)
+    labels_BS, weights_BS = local(batch.labels_BS), local(batch.weights_BS)
+    label_slots = _slots((labels_BS != IGNORED_LABEL) & (weights_BS > 0))
+
+    feature_BT = torch.full((rows * num_tokens,), -1)
+    visual_positions = torch.empty(0, dtype=torch.int64) if batch.visual is None else batch.visual.positions_V
+    feature_BT[visual_positions] = torch.arange(visual_positions.numel())
+    local_feature_BS = local(feature_BT.view(rows, num_tokens))
+    visual_slots = _slots(local_feature_BS >= 0)
+
+    cu_seqlens = None if batch.cu_seqlens is None else send(batch.cu_seqlens)
+    work = None if geometry is None else plan_tower_work(batch.visual, geometry, num_ranks=mesh.cp_size, rank=mesh.cp_rank)
+    return ModelInputs(
+        input_ids_BT=send(batch.input_ids_BS),
+        cu_seqlens=cu_seqlens,
+        packed=None if batch.cu_seqlens is None else PackedStream(cu_seqlens, tuple(batch.cu_seqlens.tolist()), batch.max_seqlen),
+        position_ids_3BS=send(local(batch.position_ids_3BS)),
+        tower_work=None if work is None else work.to(mesh.device),
+        visual_positions_V=send(visual_positions),
+        local_features_W=send(_at(local_feature_BS, visual_slots)),
+        local_visual_slots_W=send(visual_slots),
+        label_slots_N=send(label_slots),
+        targets_N=send(_at(labels_BS, label_slots)),
+        weights_N=send(_at(weights_BS, label_slots)),
+        label_positions_N=_at(local(stream_positions_BT), label_slots),
+    )

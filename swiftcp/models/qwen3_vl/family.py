@@ -1,0 +1,87 @@
+"""How the dense Qwen3-VL configuration of `transformers` describes our model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from swiftcp.checkpoint.name_table import NameTable
+from swiftcp.models.qwen3_vl.names import qwen3_vl_name_table
+from swiftcp.models.qwen3_vl.positions import qwen3_vl_position_ids
+from swiftcp.models.rotary import MultimodalRotary
+from swiftcp.models.towers import LinearPatchEmbedding, TowerGeometry
+
+
+class Qwen3VL:
+    """See `swiftcp.models.family.Family`."""
+
+    model_type = "qwen3_vl"
+    architecture = "Qwen3VLForConditionalGeneration"
+    aligner_prefixes = ("visual.merger.", "visual.deepstack_merger_list.")
+
+    def decoder_config(self, hf_config: Any) -> dict[str, Any]:
+        text = hf_config.text_config
+        if text.hidden_act != "silu":
+            raise NotImplementedError(f"hidden_act {text.hidden_act!r}: Qwen3-VL's decoder is silu")
+        return {
+            "num_layers": text.num_hidden_layers,
+            "hidden_size": text.hidden_size,
+            "num_attention_heads": text.num_attention_heads,
+            "num_query_groups": text.num_key_value_heads,
+            "kv_channels": text.head_dim,
+            "ffn_hidden_size": text.intermediate_size,
+            "layernorm_epsilon": text.rms_norm_eps,
+            "normalization": "RMSNorm",
+            "qk_layernorm": True,
+            "gated_linear_unit": True,
+            "activation_func": F.silu,
+            "add_bias_linear": False,
+            "add_qkv_bias": text.attention_bias,
+        }
+
+    def vocab_size(self, hf_config: Any) -> int:
+        return hf_config.text_config.vocab_size
+
+    def max_sequence_length(self, hf_config: Any) -> int:
+        return hf_config.text_config.max_position_embeddings
+
+    def tied_head(self, hf_config: Any) -> bool:
+        return hf_config.tie_word_embeddings
+
+    def rotary(self, hf_config: Any) -> MultimodalRotary:
+        text = hf_config.text_config
+        rope = text.rope_parameters
+        if rope.get("rope_type", "default") != "default":
+            raise NotImplementedError(f"rope_type {rope['rope_type']!r}: only the default rotary embedding is built")
+        return MultimodalRotary(text.head_dim, rope["rope_theta"], rope["mrope_section"])
+
+    def build_tower(self, hf_config: Any) -> nn.Module:
+        from transformers import Qwen3VLVisionModel
+
+        tower = Qwen3VLVisionModel._from_config(hf_config.vision_config, attn_implementation="sdpa")
+        tower.patch_embed = LinearPatchEmbedding(tower.patch_embed.proj)
+        return tower
+
+    def tower_geometry(self, hf_config: Any) -> TowerGeometry:
+        vision = hf_config.vision_config
+        return TowerGeometry(
+            merge_size=vision.spatial_merge_size,
+            patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+            hidden_size=vision.hidden_size,
+            intermediate_size=vision.intermediate_size,
+        )
+
+    def position_ids(self, hf_config: Any, input_ids_L: Tensor, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> Tensor:
+        return qwen3_vl_position_ids(
+            input_ids_L,
+            image_grid_thw,
+            video_grid_thw,
+            image_token_id=hf_config.image_token_id,
+            video_token_id=hf_config.video_token_id,
+            spatial_merge_size=hf_config.vision_config.spatial_merge_size,
+        )
+
+    def name_table(self, hf_config: Any) -> NameTable:
+        return qwen3_vl_name_table(hf_config)

@@ -1,0 +1,198 @@
+"""Layer specs of the decoder for both backends, and the two places where our layers differ from megatron-core's.
+
+`RotarySelfAttention` applies the rotary phases that it is handed, which belong to the local tokens, in one call.
+megatron-core's own packed rotary restarts each sequence, cuts by CP again, and reads lengths back from the device each layer.
+
+`DeepstackLayer` adds one level of visual features behind it. Features and their places are explicit inputs (`context`,
+`context_mask`), for recomputation loses the gradient of what a closure or a hook carries.
+
+Legend: S local tokens, B rows (1 when packed), H hidden size, D values a head, V local visual tokens.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from functools import cache
+from typing import Any, Literal
+
+import torch
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import BackendSpecProvider, LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor, nn
+
+from swiftcp.errors import ConfigError
+from swiftcp.parallel.attention import TorchCoreAttention
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["torch", "te"]
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm, computed in float32, in the order of Qwen3: the weight multiplies what was rounded to the input's type.
+
+    Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467. The signature is that of megatron-core's norms.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, values: Tensor) -> Tensor:
+        values_fp32 = values.float()
+        scale = torch.rsqrt(values_fp32.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * (values_fp32 * scale).to(values.dtype)
+
+
+def _rotate_half(values: Tensor) -> Tensor:
+    first, second = values.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
+
+
+def apply_rotary(heads_SBHD: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotate queries or keys by the phases of their own positions.
+
+    Args:
+        heads_SBHD: queries or keys.
+        cos_sin: [2, S, B, 1, D] in the type of the heads.
+    """
+    cos, sin = cos_sin.unbind(0)
+    return heads_SBHD * cos + _rotate_half(heads_SBHD) * sin
+
+
+class RotarySelfAttention(SelfAttention):
+    """Self-attention whose `rotary_pos_emb` is [2, S, B, 1, D], cosines and sines of the local tokens."""
+
+    _cos_sin: Tensor | None = None
+
+    def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
+        """hidden_states [S, B, H]; returns megatron-core's (output [S, B, H], bias)."""
+        self._cos_sin = rotary_pos_emb
+        try:
+            return super().forward(hidden_states, attention_mask, rotary_pos_emb=None, **kwargs)
+        finally:
+            self._cos_sin = None
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """The rotated query and key behind their norms, then the value and what else the model has."""
+        query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
+        assert self._cos_sin is not None
+        return apply_rotary(query, self._cos_sin), apply_rotary(key, self._cos_sin), *rest
+
+
+class DeepstackLayer(TransformerLayer):
+    """A decoder layer behind which one level of deepstack features is added at the visual tokens.
+
+    Meng et al. 2024, https://arxiv.org/abs/2406.04334.
+    """
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, *, context: Tensor | None = None, context_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Args:
+            hidden_states: [S, B, H].
+            context: [levels, V, H] features of the local visual tokens, or None where the model has no deepstack.
+            context_mask: [V] int64, their places in the flattened [S * B] local stream.
+        Returns:
+            The layer's output, and `context` as it came.
+        """
+        hidden_states, _ = super().forward(hidden_states, **kwargs)
+        level = self.layer_number - 1
+        if context is not None and level < context.size(0):
+            flat = hidden_states.flatten(0, 1).index_add(0, context_mask, context[level])
+            hidden_states = flat.view_as(hidden_states)
+        return hidden_states, context
+
+
+class TorchSpecProvider(LocalSpecProvider):
+    """megatron-core's own linear layers with our norm and core attention: runs on a CPU and on CUDA, without Transformer Engine."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return TorchCoreAttention
+
+
+@cache
+def transformer_engine_problem() -> str | None:
+    """Why Transformer Engine cannot be used in this process, or None if it can."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    if importlib.util.find_spec("transformer_engine") is None:
+        return "transformer-engine is not installed (pip install 'swiftcp[te]')"
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+    except Exception as error:  # a wrong libc, cuDNN or torch shows as anything from ImportError to RuntimeError
+        return f"transformer-engine does not import: {type(error).__name__}: {error}"
+    return None
+
+
+def select_backend(attention_backend: str) -> Backend:
+    """What `attention_backend` means in this process; `auto` takes Transformer Engine where it works and says what it took.
+
+    Raises:
+        ConfigError: Transformer Engine is asked for and cannot be used.
+    """
+    if attention_backend == "torch":
+        return "torch"
+    problem = transformer_engine_problem()
+    if attention_backend == "te" and problem:
+        raise ConfigError(f"attention_backend is te, but {problem}: use attention_backend torch or auto")
+    backend: Backend = "torch" if problem else "te"
+    logger.info("attention backend: %s%s", backend, f" ({problem})" if problem else "")
+    return backend
+
+
+def _provider(backend: Backend) -> BackendSpecProvider:
+    if backend == "torch":
+        return TorchSpecProvider()
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()
+
+
+def _layer_spec(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+    fused = provider.fuse_layernorm_and_linear()
+    qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
+    attention = SelfAttentionSubmodules(
+        linear_qkv=provider.column_parallel_layer_norm_linear() if fused else provider.column_parallel_linear(),
+        core_attention=provider.core_attention(),
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=qk_norm,
+        k_layernorm=qk_norm,
+    )
+    norm = IdentityOp if fused else provider.layer_norm(rms_norm=True)
+    submodules = TransformerLayerSubmodules(
+        input_layernorm=norm,
+        self_attention=ModuleSpec(module=RotarySelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        self_attn_bda=get_bias_dropout_add,
+        pre_mlp_layernorm=norm,
+        mlp=get_mlp_module_spec_for_backend(backend=provider),
+        mlp_bda=get_bias_dropout_add,
+        # One checkpoint for both backends: the fused layers keep the norms inside the linear layers.
+        sharded_state_dict_keys_map={}
+        if fused
+        else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+    )
+    return ModuleSpec(module=DeepstackLayer, submodules=submodules)
+
+
+def decoder_spec(config: TransformerConfig, backend: Backend, *, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The decoder layers of this pipeline stage, for `GPTModel(transformer_layer_spec=...)`."""
+    provider = _provider(backend)
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layer_norm = provider.layer_norm(rms_norm=True)
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, provider)] * num_layers, layer_norm=layer_norm)
