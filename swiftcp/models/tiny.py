@@ -1,0 +1,214 @@
+"""Tiny random checkpoints, for tests and for trying things out: complete Hugging Face folders, the same bytes each time.
+
+Weights are scaled so that the outputs depend on every part of the input (tower, deepstack, positions, text) and the model still
+trains well. They come from numpy's generator, tensor by tensor, so that no tensor depends on the order of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from swiftcp.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, ProcessorMixin
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+ASSETS = Path(__file__).parent / "tiny_assets"
+NUM_TEXT_TOKENS = 512
+"""Entries of the byte-level vocabulary; the special tokens come behind them."""
+VOCAB_SIZE = 640
+"""Rows of the embedding: more than the tokenizer has tokens, as in the published models."""
+MAX_POSITIONS = 32768
+"""Longest sequence in tokens."""
+
+SPECIAL_TOKENS = (
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|object_ref_start|>",
+    "<|object_ref_end|>",
+    "<|box_start|>",
+    "<|box_end|>",
+    "<|quad_start|>",
+    "<|quad_end|>",
+    "<|vision_start|>",
+    "<|vision_end|>",
+    "<|vision_pad|>",
+    "<|image_pad|>",
+    "<|video_pad|>",
+)
+MARKER_TOKENS = (
+    "<tool_call>",
+    "</tool_call>",
+    "<|fim_prefix|>",
+    "<|fim_middle|>",
+    "<|fim_suffix|>",
+    "<|fim_pad|>",
+    "<|repo_name|>",
+    "<|file_sep|>",
+    "<tool_response>",
+    "</tool_response>",
+    "<think>",
+    "</think>",
+)
+"""One token each, but part of the text: `skip_special_tokens` keeps them."""
+
+
+def write_tiny(family: str, folder: Path, seed: int = 0, *, tie_word_embeddings: bool = False) -> None:
+    """Write a tiny checkpoint of `family` into `folder`: config, weights (float32), tokenizer, chat template, processors.
+
+    Raises:
+        ConfigError: the family is unknown, or `folder` is a file.
+    """
+    if family not in _BUILDERS:
+        raise ConfigError(f"tiny: unknown family '{family}': use one of {', '.join(sorted(_BUILDERS))}")
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"tiny: {folder} is a file: name a folder")
+    tokenizer = _train_tokenizer()
+    model, processor = _BUILDERS[family](tokenizer, tie_word_embeddings)
+    _randomize(model, seed)
+    model.generation_config = _generation_config(tokenizer)
+    with _no_progress_bars():
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    yield
+    if shown:
+        logging.enable_progress_bar()
+
+
+def _train_tokenizer() -> TokenizersBackend:
+    """Byte-level BPE over the corpus in this package, with the special tokens of the published tokenizers."""
+    from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
+    from transformers import Qwen2Tokenizer
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
+    trainer = trainers.BpeTrainer(
+        vocab_size=NUM_TEXT_TOKENS, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
+    )
+    bpe.train_from_iterator((ASSETS / "corpus.txt").read_text(encoding="utf-8").splitlines(keepends=True), trainer)
+    trained = json.loads(bpe.to_str())["model"]
+    tokenizer = Qwen2Tokenizer(
+        vocab=trained["vocab"],
+        merges=[tuple(merge) for merge in trained["merges"]],
+        model_max_length=MAX_POSITIONS,
+    )
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS], special_tokens=True)
+    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKER_TOKENS])
+    tokenizer.eos_token = "<|im_end|>"  # only now: the constructor would put it before <|endoftext|>
+    tokenizer.chat_template = (ASSETS / "chat_template.jinja").read_text(encoding="utf-8")
+    return tokenizer
+
+
+def _generation_config(tokenizer: TokenizersBackend) -> Any:
+    """Greedy; a turn ends with <|im_end|>, a text with <|endoftext|>."""
+    from transformers import GenerationConfig
+
+    turn_end, text_end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    return GenerationConfig(do_sample=False, eos_token_id=[turn_end, text_end], pad_token_id=text_end, bos_token_id=text_end)
+
+
+def _randomize(model: PreTrainedModel, seed: int) -> None:
+    """Overwrite every parameter: weights keep the scale of what flows through them, gains and biases are off their rest values."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(tuple(parameter.shape), dtype=np.float32)
+            mean, std = _distribution(name, tuple(parameter.shape))
+            parameter.copy_(torch.from_numpy(mean + std * noise))
+
+
+def _distribution(name: str, shape: tuple[int, ...]) -> tuple[np.float32, np.float32]:
+    """Mean and standard deviation of a parameter's entries."""
+    if len(shape) == 1:
+        return np.float32(name.endswith("weight")), np.float32(0.1)
+    fan_in = math.prod(shape[1:])
+    return np.float32(0.0), np.float32(1.0 / math.sqrt(fan_in))
+
+
+def _media_token_ids(tokenizer: TokenizersBackend) -> dict[str, int]:
+    return {
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
+        for name, token in {
+            "image": "<|image_pad|>",
+            "video": "<|video_pad|>",
+            "vision_start": "<|vision_start|>",
+            "vision_end": "<|vision_end|>",
+        }.items()
+    }
+
+
+def _qwen3_vl_processor(tokenizer: TokenizersBackend) -> ProcessorMixin:
+    """Patches as published (16 pixels, 2 frames, merged 2 x 2), but 4 to 256 tokens an image and at most 512 a video."""
+    from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
+
+    patches = dict(patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    return Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 64 * 64, "longest_edge": 512 * 512}, **patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(
+            size={"shortest_edge": 64 * 64, "longest_edge": 2 * 512 * 32 * 32},
+            max_frames=64,
+            cap_pixels_per_frame=False,
+            **patches,
+        ),
+        chat_template=tokenizer.chat_template,
+    )
+
+
+def _build_qwen3_vl(tokenizer: TokenizersBackend, tie_word_embeddings: bool) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """4 decoder layers, 2 deepstack levels (so that 2 pipeline stages can hold them), a tower of 3 blocks."""
+    import torch
+    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+
+    text_config = dict(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=16,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters=dict(rope_type="default", rope_theta=5_000_000, mrope_section=[3, 3, 2], mrope_interleaved=True),
+        bos_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        tie_word_embeddings=tie_word_embeddings,
+    )
+    vision_config = dict(
+        depth=3,
+        hidden_size=64,
+        intermediate_size=128,
+        num_heads=4,
+        out_hidden_size=64,
+        num_position_embeddings=64,
+        deepstack_visual_indexes=[0, 1],
+    )
+    config = Qwen3VLConfig(
+        text_config=text_config, vision_config=vision_config, tie_word_embeddings=tie_word_embeddings, **_media_token_ids(tokenizer)
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen3VLForConditionalGeneration(config)
+    return model, _qwen3_vl_processor(tokenizer)
+
+
+_BUILDERS: dict[str, Callable[[TokenizersBackend, bool], tuple[PreTrainedModel, ProcessorMixin]]] = {"qwen3_vl": _build_qwen3_vl}
