@@ -1,0 +1,68 @@
+"""What the tests of the data pipeline share: a tiny checkpoint's processor, real pictures, synthesised videos, small files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from collections.abc import Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+from swiftcp.models.tiny import write_tiny
+
+
+@functools.cache
+def checkpoint() -> Path:
+    """The folder of a tiny Qwen3-VL, written once a test process."""
+    folder = Path(tempfile.mkdtemp(prefix="swiftcp-tiny-"))
+    write_tiny("qwen3_vl", folder)
+    return folder
+
+
+@functools.cache
+def processor() -> Any:
+    """The checkpoint's processor; shared, so never change it."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(checkpoint())
+
+
+def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def picture(width: int, height: int) -> Image.Image:
+    """A real photograph, resized."""
+    from skimage import data
+
+    return Image.fromarray(data.astronaut()).resize((width, height))
+
+
+def write_video(path: Path, *, num_frames: int, size: tuple[int, int] = (64, 48), fps: int = 8) -> Path:
+    """Frames of one grey each, brighter from frame to frame, as (width, height) `size`."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=Fraction(fps))
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        stream.bit_rate = 4_000_000
+        for index in range(num_frames):
+            grey = np.full((size[1], size[0], 3), grey_of(index, num_frames), dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
+        container.mux(stream.encode(None))
+    return path
+
+
+def grey_of(index: int, num_frames: int) -> int:
+    return 16 + 220 * index // max(num_frames, 1)
+
+
+def chat(user: Any, assistant: Any = "A picture.", **columns: Any) -> dict[str, Any]:
+    """One row: a question and its answer."""
+    return {"messages": [{"role": "user", "content": user}, {"role": "assistant", "content": assistant}], **columns}
