@@ -88,10 +88,7 @@ def freeze(model: MultimodalGPTModel, family: Family, *, llm: bool, vit: bool, a
         ConfigError: nothing is left to train.
     """
     for name, parameter in model.named_parameters():
-        if name.startswith(family.aligner_prefixes):
-            frozen = aligner
-        else:
-            frozen = vit if name.startswith("visual.") else llm
+        frozen = aligner if name.startswith(family.aligner_prefixes) else vit if name.startswith("visual.") else llm
         parameter.requires_grad_(not frozen)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("freeze_llm, freeze_vit and freeze_aligner are all true, so nothing would be trained: set one to false")

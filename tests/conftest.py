@@ -1,0 +1,30 @@
+"""Fixtures of all tests: the pool of ranks and the tiny checkpoint, each made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.ranks import RankPool
+
+POOL_SIZE = 4
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Four rank processes; `ranks.run(function, ..., num_ranks=n)`."""
+    pool = RankPool(POOL_SIZE)
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3-VL checkpoint folder."""
+    from swiftcp.models.tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny_qwen3_vl"
+    write_tiny("qwen3_vl", folder, seed=0)
+    return folder

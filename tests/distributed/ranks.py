@@ -1,0 +1,106 @@
+"""Runs functions on several ranks that are started once and used again, for importing torch and megatron costs seconds each.
+
+    def loss_on_each_rank(folder): ...            # a module-level function of a test module; runs in every rank
+    results = ranks.run(loss_on_each_rank, folder, num_ranks=2)   # a list, one result a rank
+
+Each call has a process group of its own (gloo, `num_ranks` of the pool's processes), so that layouts of 1, 2 and 4 ranks run on
+one pool. An error on any rank fails the call with that rank's traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+TIMEOUT_SECONDS = 300
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def _join(rank: int, num_ranks: int, port: int) -> None:
+    import datetime
+
+    import torch.distributed as dist
+
+    from swiftcp.parallel import mesh
+
+    mesh.stop()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS))
+
+
+def _serve(rank: int, connection: Connection) -> None:
+    """What each rank process does until it is told to stop: join, call, answer."""
+    import torch
+
+    from swiftcp.parallel import cpu_shim
+
+    torch.set_num_threads(1)
+    cpu_shim.install()
+    while (request := connection.recv()) is not None:
+        function, arguments, num_ranks, port = request
+        try:
+            _join(rank, num_ranks, port)
+            connection.send((True, function(*arguments)))
+        except BaseException:
+            connection.send((False, traceback.format_exc()))
+
+
+class RankError(AssertionError):
+    """A function failed on a rank; holds that rank's traceback."""
+
+
+class RankPool:
+    """Processes that wait for functions to run."""
+
+    def __init__(self, size: int) -> None:
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["OMP_NUM_THREADS"] = "1"
+        context = multiprocessing.get_context("spawn")
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+
+    def run(self, function: Callable[..., Any], *arguments: Any, num_ranks: int) -> list[Any]:
+        """Call `function(*arguments)` on `num_ranks` ranks at once.
+
+        Returns:
+            Each rank's result. Functions and results must be picklable (tensors are; models are not).
+
+        Raises:
+            RankError: with the traceback of the first rank that failed.
+        """
+        port = _free_port()
+        connections = self._connections[:num_ranks]
+        for connection in connections:
+            connection.send((function, arguments, num_ranks, port))
+        answers: list[Any] = []
+        for rank, connection in enumerate(connections):
+            if not connection.poll(TIMEOUT_SECONDS):
+                self.stop()
+                raise RankError(f"rank {rank} did not answer {function.__name__} within {TIMEOUT_SECONDS} s")
+            answers.append(connection.recv())
+        failed = [(rank, text) for rank, (ok, text) in enumerate(answers) if not ok]
+        if failed:
+            raise RankError("\n".join(f"rank {rank}:\n{text}" for rank, text in failed))
+        return [result for _, result in answers]
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()

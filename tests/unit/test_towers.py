@@ -1,0 +1,67 @@
+"""Spreading frames over the ranks of a context-parallel group."""
+
+from __future__ import annotations
+
+import torch
+
+from swiftcp.data.batch import VisualItems
+from swiftcp.models.towers import LinearPatchEmbedding, TowerGeometry, plan_tower_work, spread_frames
+
+GEOMETRY = TowerGeometry(merge_size=2, patch_values=3, hidden_size=4, intermediate_size=8)
+
+
+def items(*grids: tuple[int, int, int]) -> VisualItems:
+    num_patches = sum(t * h * w for t, h, w in grids)
+    return VisualItems(
+        patches_PD=torch.arange(num_patches * 3.0).view(num_patches, 3),
+        grid_thw=torch.tensor(grids),
+        positions_V=torch.arange(num_patches // 4),
+    )
+
+
+def test_dear_frames_go_to_the_rank_with_least_work() -> None:
+    assert spread_frames([1, 9, 4, 4, 2], 2) == [[0, 1], [2, 3, 4]]
+    assert spread_frames([5, 5, 5], 4) == [[0], [1], [2], []]
+    assert spread_frames([], 2) == [[], []]
+
+
+def test_every_patch_is_encoded_on_one_rank_and_every_feature_found_again() -> None:
+    visual = items((1, 4, 4), (2, 2, 4), (1, 6, 2), (1, 2, 2))
+    works = [plan_tower_work(visual, GEOMETRY, num_ranks=3, rank=rank) for rank in range(3)]
+    assert sum(work.patches_PD.size(0) for work in works) == visual.patches_PD.size(0)
+    # A stand-in tower: a feature is the mean of its four patches.
+    gathered = []
+    for work in works:
+        features = work.patches_PD.view(-1, 4, 3).mean(1)
+        assert features.size(0) == work.num_features
+        gathered.append(torch.cat([features, torch.full((work.gathered_rows - work.num_features, 3), -1.0)]))
+    expected = visual.patches_PD.view(-1, 4, 3).mean(1)
+    for work in works:
+        assert torch.equal(torch.cat(gathered)[work.feature_rows_V], expected)
+
+
+def test_a_video_is_spread_by_frames() -> None:
+    works = [plan_tower_work(items((4, 4, 4)), GEOMETRY, num_ranks=2, rank=rank) for rank in range(2)]
+    assert [work.grid_thw.tolist() for work in works] == [[[1, 4, 4], [1, 4, 4]]] * 2
+
+
+def test_a_rank_without_work_gets_a_dummy_of_no_consequence() -> None:
+    work = plan_tower_work(items((1, 4, 4)), GEOMETRY, num_ranks=2, rank=1)
+    assert work.grid_thw.tolist() == [[1, 2, 2]]
+    assert work.patches_PD.shape == (4, 3)
+    assert (work.num_features, work.gathered_rows, work.feature_rows_V.tolist()) == (0, 4, [0, 1, 2, 3])
+
+
+def test_a_microbatch_of_text_alone_runs_the_dummy_everywhere() -> None:
+    for rank in range(2):
+        work = plan_tower_work(None, GEOMETRY, num_ranks=2, rank=rank)
+        assert (work.num_features, work.gathered_rows, work.feature_rows_V.numel()) == (0, 0, 0)
+        assert work.patches_PD.size(0) == 4
+
+
+def test_the_patch_embedding_equals_its_convolution() -> None:
+    torch.manual_seed(0)
+    convolution = torch.nn.Conv3d(3, 8, kernel_size=(2, 4, 4), stride=(2, 4, 4))
+    patches = torch.randn(5, 3 * 2 * 4 * 4)
+    expected = convolution(patches.view(5, 3, 2, 4, 4)).view(5, 8)
+    assert (LinearPatchEmbedding(convolution)(patches) - expected).abs().max() < 1e-5
