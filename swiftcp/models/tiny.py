@@ -106,11 +106,8 @@ def _train_tokenizer() -> TokenizersBackend:
     )
     bpe.train_from_iterator((ASSETS / "corpus.txt").read_text(encoding="utf-8").splitlines(keepends=True), trainer)
     trained = json.loads(bpe.to_str())["model"]
-    tokenizer = Qwen2Tokenizer(
-        vocab=trained["vocab"],
-        merges=[tuple(merge) for merge in trained["merges"]],
-        model_max_length=MAX_POSITIONS,
-    )
+    merges: Any = [tuple(merge) for merge in trained["merges"]]  # its annotation says strings; BPE takes pairs
+    tokenizer = Qwen2Tokenizer(vocab=trained["vocab"], merges=merges, model_max_length=MAX_POSITIONS)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS], special_tokens=True)
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKER_TOKENS])
     tokenizer.eos_token = "<|im_end|>"  # only now: the constructor would put it before <|endoftext|>
@@ -122,7 +119,7 @@ def _generation_config(tokenizer: TokenizersBackend) -> Any:
     """Greedy; a turn ends with <|im_end|>, a text with <|endoftext|>."""
     from transformers import GenerationConfig
 
-    turn_end, text_end = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+    turn_end, text_end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|endoftext|>"))
     return GenerationConfig(do_sample=False, eos_token_id=[turn_end, text_end], pad_token_id=text_end, bos_token_id=text_end)
 
 
@@ -145,7 +142,7 @@ def _distribution(name: str, shape: tuple[int, ...]) -> tuple[np.float32, np.flo
     return np.float32(0.0), np.float32(1.0 / math.sqrt(fan_in))
 
 
-def _media_token_ids(tokenizer: TokenizersBackend) -> dict[str, int]:
+def _media_token_ids(tokenizer: TokenizersBackend) -> dict[str, Any]:
     return {
         f"{name}_token_id": tokenizer.convert_tokens_to_ids(token)
         for name, token in {
@@ -161,7 +158,7 @@ def _qwen3_vl_processor(tokenizer: TokenizersBackend) -> ProcessorMixin:
     """Patches as published (16 pixels, 2 frames, merged 2 x 2), but 4 to 256 tokens an image and at most 512 a video."""
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
-    patches = dict(patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3)
+    patches: dict[str, Any] = dict(patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(size={"shortest_edge": 64 * 64, "longest_edge": 512 * 512}, **patches),
         tokenizer=tokenizer,
@@ -180,7 +177,7 @@ def _build_qwen3_vl(tokenizer: TokenizersBackend, tie_word_embeddings: bool) -> 
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    text_config = dict(
+    text_config: dict[str, Any] = dict(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=192,
@@ -194,7 +191,7 @@ def _build_qwen3_vl(tokenizer: TokenizersBackend, tie_word_embeddings: bool) -> 
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
         tie_word_embeddings=tie_word_embeddings,
     )
-    vision_config = dict(
+    vision_config: dict[str, Any] = dict(
         depth=3,
         hidden_size=64,
         intermediate_size=128,
