@@ -1,0 +1,155 @@
+"""How a checkpoint's tensors pair with the model's parameters: one literal table a family, used in both directions.
+
+Rules only rearrange entries, never compute with them (w - 1 and back is not exact in bfloat16): what is read and written
+untrained is equal to the bit. *Source* is a tensor of the checkpoint, *target* a parameter of the model.
+
+Legend: G query groups, Q query heads of a group, D values a head, H hidden size, F feed-forward size.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rule(ABC):
+    """Pairs one parameter with the tensors it is made of. `{layer}` in names stands for the number of a decoder layer."""
+
+    sources: tuple[str, ...]
+    targets: tuple[str, ...]
+    """The parameter's name; several where layer specs name it differently (a model has one of them)."""
+    parallel_dim: int | None = field(default=None, kw_only=True)
+    """The parameter's dim that tensor parallelism cuts; None: whole on every rank."""
+
+    @abstractmethod
+    def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        """The whole parameter, of `shape`, out of its sources."""
+
+    @abstractmethod
+    def separate(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        """The sources out of the whole parameter; the inverse of `join`."""
+
+    def source_shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """Shapes of the sources of a whole parameter of `shape`."""
+        return [tuple(source.shape) for source in self.separate(torch.empty(tuple(shape), device="meta"))]
+
+    def whole_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
+        """Shape of the whole parameter of which each of `size` tensor-parallel ranks holds `shape`."""
+        return tuple(length * size if dim == self.parallel_dim else length for dim, length in enumerate(shape))
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        """What tensor-parallel rank `rank` of `size` holds of the whole parameter."""
+        return tensor if self.parallel_dim is None else tensor.chunk(size, self.parallel_dim)[rank]
+
+    def in_layer(self, layer: int) -> Self:
+        """The same rule for one decoder layer."""
+
+        def number(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name.replace("{layer}", str(layer)) for name in names)
+
+        return replace(self, sources=number(self.sources), targets=number(self.targets))
+
+
+class Direct(Rule):
+    """One tensor as it is."""
+
+    def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        return tensors[0]
+
+    def separate(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor,)
+
+
+@dataclass(frozen=True)
+class VocabularyRows(Rule):
+    """One row a token; the model may have more rows, of zeros, so that they divide. The checkpoint keeps the true number."""
+
+    num_rows: int = field(kw_only=True)
+
+    def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        return F.pad(tensors[0], (0, 0, 0, shape[0] - self.num_rows))
+
+    def separate(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor[: self.num_rows],)
+
+
+@dataclass(frozen=True)
+class QueryKeyValue(Rule):
+    """Queries [G*Q*D, H], keys and values [G*D, H] each; in the model group by group: [q ... q, k, v] is [(Q+2)*D, H]."""
+
+    num_groups: int = field(kw_only=True)
+    head_dim: int = field(kw_only=True)
+
+    def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        return torch.cat([tensor.unflatten(0, (self.num_groups, -1)) for tensor in tensors], dim=1).flatten(0, 1)
+
+    def separate(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        groups = tensor.unflatten(0, (self.num_groups, -1))  # [G, (Q+2)*D, H]
+        sizes = [groups.size(1) - 2 * self.head_dim, self.head_dim, self.head_dim]
+        return tuple(part.flatten(0, 1) for part in groups.split(sizes, dim=1))
+
+
+class GateUp(Rule):
+    """Gate [F, H] and up [F, H]; in the model [2*F, H], gate first. A tensor-parallel rank holds a part of each."""
+
+    def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        return torch.cat(list(tensors))
+
+    def separate(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.chunk(2)
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Every parameter under a prefix, as it is: for parts of the model that are the checkpoint's own modules."""
+
+    source: str
+    target: str
+
+    def rule(self, target: str) -> Direct:
+        return Direct((self.source + target.removeprefix(self.target),), (target,))
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """All rules of one family, for one configuration of it."""
+
+    rules: tuple[Rule | Prefix, ...]
+    num_layers: int
+    tied: Mapping[str, str]
+    """Sources that are copies of another one: {copy: original}. They may be stored or not; empty where nothing is tied."""
+    base_prefix: str
+    """What precedes names in the full model and not in its base model. `transformers` reads either, with or without it."""
+
+    def pair(self, targets: Sequence[str]) -> dict[str, Rule]:
+        """The rule of each of the model's parameters, with the names spelled out."""
+        by_target = {target: rule for rule in self._numbered_rules() for target in rule.targets}
+        prefixes = [rule for rule in self.rules if isinstance(rule, Prefix)]
+        by_target |= {name: prefix.rule(name) for prefix in prefixes for name in targets if name.startswith(prefix.target)}
+        unpaired = [target for target in targets if target not in by_target]
+        assert not unpaired, f"the name table has no rule for {unpaired}"
+        return {target: by_target[target] for target in targets}
+
+    def _numbered_rules(self) -> Iterator[Rule]:
+        for rule in self.rules:
+            if isinstance(rule, Rule) and "{layer}" in rule.sources[0]:
+                yield from (rule.in_layer(layer) for layer in range(self.num_layers))
+            elif isinstance(rule, Rule):
+                yield rule
+
+    def canonical_name(self, stored: str, sources: set[str]) -> str:
+        """The name in this table of a tensor stored under today's or an older name; `stored` itself where there is none."""
+        candidates = [stored, self.base_prefix + stored]
+        if stored.startswith(self.base_prefix):
+            candidates.append(stored.removeprefix(self.base_prefix))
+        return next((name for name in candidates if name in sources or name in self.tied), stored)

@@ -1,0 +1,85 @@
+"""The rules of the name table on literal integers, in both directions, whole and cut for tensor parallelism."""
+
+import pytest
+import torch
+
+from swiftcp.checkpoint.name_table import Direct, GateUp, NameTable, QueryKeyValue, VocabularyRows
+from swiftcp.models.qwen3_vl.names import qwen3_vl_name_table
+from tests.unit import folders
+
+
+def rows(*numbers: int) -> torch.Tensor:
+    """One column: row i holds numbers[i]."""
+    return torch.tensor(numbers).unsqueeze(1)
+
+
+QKV = QueryKeyValue(("q", "k", "v"), ("qkv",), parallel_dim=0, num_groups=2, head_dim=2)
+GATE_UP = GateUp(("gate", "up"), ("fc1",), parallel_dim=0)
+PADDED = VocabularyRows(("embedding",), ("embedding",), parallel_dim=0, num_rows=3)
+
+
+def test_query_key_value_go_group_by_group():
+    # Two groups, two query heads of two values each: rows 0-3 of q belong to the first group.
+    query, key, value = rows(0, 1, 2, 3, 4, 5, 6, 7), rows(10, 11, 12, 13), rows(20, 21, 22, 23)
+    joined = QKV.join([query, key, value], (16, 1))
+    assert joined.flatten().tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
+    assert all(torch.equal(a, b) for a, b in zip(QKV.separate(joined), (query, key, value), strict=True))
+    assert QKV.shard(joined, 1, 2).flatten().tolist() == [4, 5, 6, 7, 12, 13, 22, 23]
+    assert QKV.source_shapes((16, 5)) == [(8, 5), (4, 5), (4, 5)]
+
+
+def test_query_key_value_biases_have_one_dim():
+    joined = QKV.join([torch.arange(8), torch.arange(10, 14), torch.arange(20, 24)], (16,))
+    assert joined.tolist() == [0, 1, 2, 3, 10, 11, 20, 21, 4, 5, 6, 7, 12, 13, 22, 23]
+    assert QKV.source_shapes((16,)) == [(8,), (4,), (4,)]
+
+
+def test_gate_comes_before_up_and_each_rank_has_a_part_of_both():
+    joined = GATE_UP.join([rows(0, 1, 2, 3), rows(10, 11, 12, 13)], (8, 1))
+    assert joined.flatten().tolist() == [0, 1, 2, 3, 10, 11, 12, 13]
+    assert [part.flatten().tolist() for part in GATE_UP.separate(joined)] == [[0, 1, 2, 3], [10, 11, 12, 13]]
+    assert [GATE_UP.shard(joined, rank, 2).flatten().tolist() for rank in (0, 1)] == [[0, 1, 10, 11], [2, 3, 12, 13]]
+
+
+def test_vocabulary_is_padded_with_zero_rows_and_trimmed():
+    joined = PADDED.join([rows(7, 8, 9)], (4, 1))
+    assert joined.flatten().tolist() == [7, 8, 9, 0]
+    assert PADDED.separate(joined)[0].flatten().tolist() == [7, 8, 9]
+    assert PADDED.shard(joined, 1, 2).flatten().tolist() == [9, 0]
+    assert PADDED.whole_shape((2, 5), 2) == (4, 5)
+
+
+def test_direct_is_cut_along_its_own_dim_only():
+    weight = torch.arange(8).view(2, 4)
+    assert Direct(("a",), ("b",), parallel_dim=1).shard(weight, 1, 2).tolist() == [[2, 3], [6, 7]]
+    assert Direct(("a",), ("b",)).shard(weight, 1, 2) is weight
+    assert Direct(("a",), ("b",)).whole_shape((2, 4), 2) == (2, 4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_qwen3_vl_pairs_every_parameter_with_every_tensor(tied, fused):
+    rules = qwen3_vl_name_table(folders.config(tied)).pair(list(folders.model(tied, fused).state_dict()))
+    assert sorted(name for rule in rules.values() for name in rule.sources) == sorted(folders.tensors(tied))
+
+
+def test_a_parameter_without_a_rule_is_a_bug():
+    with pytest.raises(AssertionError, match=r"no rule for \['language_model.new.weight'\]"):
+        qwen3_vl_name_table(folders.config()).pair(["language_model.new.weight"])
+
+
+@pytest.mark.parametrize(
+    ("stored", "expected"),
+    [
+        ("model.visual.pos_embed.weight", "model.visual.pos_embed.weight"),
+        ("visual.pos_embed.weight", "model.visual.pos_embed.weight"),
+        ("model.lm_head.weight", "lm_head.weight"),
+        ("lm_head.weight", "lm_head.weight"),
+        ("model.other.weight", "model.other.weight"),
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_older_names_are_those_with_or_without_the_base_prefix(stored, expected, tied):
+    table = NameTable(rules=(), num_layers=0, tied={"lm_head.weight": "embedding"} if tied else {}, base_prefix="model.")
+    sources = {"model.visual.pos_embed.weight"} | (set() if tied else {"lm_head.weight"})
+    assert table.canonical_name(stored, sources) == expected
