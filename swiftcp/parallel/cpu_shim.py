@@ -40,7 +40,10 @@ def _replace_device() -> None:
 
 
 class _NoStream:
-    """A CUDA stream or event where everything is synchronous already."""
+    """A CUDA stream or event where everything is synchronous already. A type, for annotations of other packages name it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None
@@ -59,7 +62,7 @@ def _replace_streams() -> None:
     """`torch.cuda.current_stream`, `Stream`, `stream`: DDP and the optimizer order their work with them."""
     stream = _NoStream()
     torch.cuda.current_stream = lambda *args, **kwargs: stream  # type: ignore[assignment,return-value]
-    torch.cuda.Stream = lambda *args, **kwargs: stream  # type: ignore[assignment,misc]
+    torch.cuda.Stream = _NoStream  # type: ignore[assignment,misc]
     torch.cuda.stream = lambda *args, **kwargs: stream  # type: ignore[assignment,return-value]
 
 
