@@ -8,10 +8,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from swiftcp.checkpoint.name_table import NameTable
+from swiftcp.errors import ConfigError
 from swiftcp.models.qwen3_vl.names import qwen3_vl_name_table
 from swiftcp.models.qwen3_vl.positions import qwen3_vl_position_ids
 from swiftcp.models.rotary import MultimodalRotary
 from swiftcp.models.towers import LinearPatchEmbedding, TowerGeometry
+
+
+def expect(key: str, value: Any, built: Any) -> None:
+    """Refuse a configuration of text_config that none of the published models has.
+
+    Raises:
+        ConfigError: names key and value.
+    """
+    if value != built:
+        raise ConfigError(
+            f"config.json: text_config.{key} is {value!r}, but Qwen3-VL is built for {built!r} alone: use a checkpoint that has it"
+        )
 
 
 class Qwen3VL:
@@ -23,8 +36,9 @@ class Qwen3VL:
 
     def decoder_config(self, hf_config: Any) -> dict[str, Any]:
         text = hf_config.text_config
-        if text.hidden_act != "silu":
-            raise NotImplementedError(f"hidden_act {text.hidden_act!r}: Qwen3-VL's decoder is silu")
+        expect("hidden_act", text.hidden_act, "silu")
+        expect("attention_bias", text.attention_bias, False)
+        expect("rope_type", text.rope_parameters.get("rope_type", "default"), "default")
         return {
             "num_layers": text.num_hidden_layers,
             "hidden_size": text.hidden_size,
@@ -38,7 +52,6 @@ class Qwen3VL:
             "gated_linear_unit": True,
             "activation_func": F.silu,
             "add_bias_linear": False,
-            "add_qkv_bias": text.attention_bias,
         }
 
     def vocab_size(self, hf_config: Any) -> int:
@@ -53,8 +66,6 @@ class Qwen3VL:
     def rotary(self, hf_config: Any) -> MultimodalRotary:
         text = hf_config.text_config
         rope = text.rope_parameters
-        if rope.get("rope_type", "default") != "default":
-            raise NotImplementedError(f"rope_type {rope['rope_type']!r}: only the default rotary embedding is built")
         return MultimodalRotary(text.head_dim, rope["rope_theta"], rope["mrope_section"])
 
     def build_tower(self, hf_config: Any) -> nn.Module:
