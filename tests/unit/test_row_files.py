@@ -38,9 +38,8 @@ def test_broken_json_names_its_line_and_spares_the_others(tmp_path: Path) -> Non
 
 def test_case_09_mixed_types_load(tmp_path: Path) -> None:
     calls = [[{"name": "at", "arguments": arguments}] for arguments in ({"time": 7}, {"time": "noon"}, '{"time": 7}')]
-    raws = [
-        {"messages": [{"role": "assistant", "content": "", "tool_calls": call}], "extra": extra} for call, extra in zip(calls, (1, "a", []))
-    ]
+    messages = [[{"role": "assistant", "content": "", "tool_calls": call}] for call in calls]
+    raws = [{"messages": conversation, "extra": extra} for conversation, extra in zip(messages, (1, "a", []), strict=True)]
     rows = read_rows([write_jsonl(tmp_path / "rows.jsonl", raws)])
     assert [row.messages[0].tool_calls[0]["function"]["arguments"]["time"] for row in rows] == [7, "noon", 7]
 

@@ -1,0 +1,257 @@
+"""Pictures and videos from whatever a row names: one resolver of sources, Pillow for images, PyAV for videos.
+
+Headers are read without decoding (`image_size`, `video_header`), pixels when a sample is made (`read_image`, `read_frames`).
+Pixels are always 8-bit RGB: upright as EXIF or the video's display matrix say, alpha on white, 16-bit depths scaled.
+
+Legend: T frames, H and W pixels, C = 3 colours.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import logging
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote_to_bytes, urlsplit
+
+import av
+import numpy as np
+from PIL import Image, ImageOps
+
+from swiftcp.data.rows import MediaSource
+from swiftcp.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+MAX_MISSING_FRAMES = 2
+"""Frames at a video's end that its header may promise and its stream lack: cutting without re-encoding drops that many."""
+_ORIENTATION_TAG = 0x0112
+_MAX_DOWNLOAD = 256 * 1024 * 1024  # bytes
+
+
+class MediaError(DataError):
+    """An image or a video cannot be read. The message names it and the remedy, not the row."""
+
+
+@dataclass(frozen=True)
+class MediaAccess:
+    """Where media may come from, and how large they may be."""
+
+    allow_http: bool = False
+    http_timeout: float = 10.0
+    """Seconds."""
+    max_image_pixels: int | None = None
+    """Height x width of a decoded image; None keeps Pillow's guard (twice 89 million)."""
+
+
+@dataclass(frozen=True)
+class VideoHeader:
+    num_frames: int
+    fps: float
+    height: int
+    width: int
+
+
+def label(source: MediaSource) -> str:
+    """A source as errors and logs name it."""
+    if isinstance(source, bytes):
+        return f"({len(source)} bytes)"
+    return source if len(source) <= 120 else f"{source[:60]}... ({len(source)} characters)"
+
+
+def resolve(source: MediaSource, folder: Path, access: MediaAccess) -> Path | bytes:
+    """A file, or the contents, that a source stands for. Paths are relative to `folder`, that of the data file.
+
+    Raises:
+        MediaError: the file is missing, the URI is malformed or refused.
+    """
+    if isinstance(source, bytes):
+        return source
+    scheme = source.split(":", 1)[0].lower() if ":" in source else ""
+    if scheme == "data":
+        return _data_uri(source)
+    if scheme in ("http", "https"):
+        return _download(source, access)
+    if scheme == "file":
+        return _existing(Path(unquote_to_bytes(urlsplit(source).path).decode()), source)
+    if "://" in source:
+        raise MediaError(f"{label(source)} has the unknown scheme {scheme}: use a path, file://, data: or http(s)://")
+    return _existing(folder / source, source)
+
+
+def _existing(path: Path, source: str) -> Path:
+    try:
+        if path.is_file():
+            return path
+    except OSError:  # the name is too long: contents without their `data:`, perhaps
+        pass
+    raise MediaError(f"{label(source)} is no file (looked for {label(str(path))}): paths are relative to the data file")
+
+
+def _data_uri(source: str) -> bytes:
+    header, comma, payload = source.partition(",")
+    if not comma:
+        raise MediaError(f"{label(source)} has no comma: write data:image/png;base64,...")
+    if not header.lower().endswith(";base64"):
+        return unquote_to_bytes(payload)
+    try:
+        return base64.b64decode("".join(payload.split()), validate=True)
+    except binascii.Error as error:
+        raise MediaError(f"{label(source)} is no base64 ({error}): encode the file again") from None
+
+
+def _download(source: str, access: MediaAccess) -> bytes:
+    if not access.allow_http:
+        raise MediaError(f"{label(source)}: downloads are off: fetch the file beforehand, or allow them")
+    try:
+        with urllib.request.urlopen(source, timeout=access.http_timeout) as response:
+            contents = response.read(_MAX_DOWNLOAD + 1)
+    except (OSError, ValueError) as error:
+        raise MediaError(f"{label(source)} cannot be fetched: {error}") from None
+    if len(contents) > _MAX_DOWNLOAD:
+        raise MediaError(f"{label(source)} is larger than {_MAX_DOWNLOAD} bytes: fetch the file beforehand")
+    return contents
+
+
+@contextmanager
+def _opened(source: MediaSource, folder: Path, access: MediaAccess) -> Iterator[Image.Image]:
+    """An image whose header has been read; whatever goes wrong inside names the source."""
+    where = resolve(source, folder, access)
+    guard, limit = Image.MAX_IMAGE_PIXELS, access.max_image_pixels
+    if limit is not None:
+        Image.MAX_IMAGE_PIXELS = None  # the guard belongs to the process: put back below
+    try:
+        with Image.open(BytesIO(where) if isinstance(where, bytes) else where) as image:
+            if limit is not None and image.width * image.height > limit:
+                raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels, more than {limit}")
+            yield image
+    except MediaError:
+        raise
+    except Image.DecompressionBombError as error:
+        raise MediaError(f"image {label(source)} is too large to decode ({error}): shrink it, or raise max_image_pixels") from None
+    except Exception as error:  # decoders of broken files fail in many ways: OSError, SyntaxError, struct.error, ...
+        raise MediaError(f"image {label(source)} cannot be read ({error or type(error).__name__}): replace the file") from None
+    finally:
+        Image.MAX_IMAGE_PIXELS = guard
+
+
+def image_size(source: MediaSource, folder: Path, access: MediaAccess) -> tuple[int, int]:
+    """(height, width) of the upright image, from its header alone.
+
+    Raises:
+        MediaError: the header cannot be read.
+    """
+    with _opened(source, folder, access) as image:
+        turned = image.getexif().get(_ORIENTATION_TAG) in (5, 6, 7, 8)
+        return (image.width, image.height) if turned else (image.height, image.width)
+
+
+def check_image(source: MediaSource, folder: Path, access: MediaAccess) -> None:
+    """Decode an image to its last byte, a JPEG at an eighth of its size, and throw it away.
+
+    Raises:
+        MediaError: the file is truncated or broken.
+    """
+    with _opened(source, folder, access) as image:
+        image.draft(None, (image.width // 8, image.height // 8))
+        image.load()
+
+
+def read_image(source: MediaSource, folder: Path, access: MediaAccess) -> Image.Image:
+    """The image as 8-bit RGB, upright; of an animation the first frame.
+
+    Raises:
+        MediaError: the file cannot be decoded.
+    """
+    with _opened(source, folder, access) as image:
+        if getattr(image, "is_animated", False):
+            logger.info("image %s has several frames: the first is used", label(source))
+        return to_rgb(ImageOps.exif_transpose(image))
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """8-bit RGB of an image of any mode: alpha on white, 16-bit depths scaled, 32-bit ones refused.
+
+    Raises:
+        MediaError: the mode has no defined range of values.
+    """
+    if image.mode.startswith("I"):
+        image = Image.fromarray(_scale_16_bit(np.asarray(image)))
+    elif image.mode == "F":
+        raise MediaError("image of 32-bit floats has no defined range: convert it to 8 or 16 bits")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _scale_16_bit(values_HW: np.ndarray) -> np.ndarray:
+    if values_HW.min() < 0 or values_HW.max() > 0xFFFF:
+        raise MediaError("image of 32-bit integers has no defined range: convert it to 8 or 16 bits")
+    return (values_HW >> 8).astype(np.uint8)
+
+
+@contextmanager
+def _opened_video(source: MediaSource, folder: Path, access: MediaAccess) -> Iterator[Any]:
+    """An open container with a video stream; whatever goes wrong inside names the source."""
+    where = resolve(source, folder, access)
+    try:
+        with av.open(BytesIO(where) if isinstance(where, bytes) else str(where)) as container:
+            if not container.streams.video:
+                raise MediaError(f"video {label(source)} has no video stream: replace the file")
+            yield container
+    except MediaError:
+        raise
+    except (av.FFmpegError, ValueError, OSError) as error:
+        raise MediaError(f"video {label(source)} cannot be read ({error or type(error).__name__}): replace the file") from None
+
+
+def video_header(source: MediaSource, folder: Path, access: MediaAccess) -> VideoHeader:
+    """Number of frames, rate and size without decoding a frame; frames are counted by packets where the header has no count.
+
+    Raises:
+        MediaError: there is no video stream, or one without frames, size or rate.
+    """
+    with _opened_video(source, folder, access) as container:
+        stream = container.streams.video[0]
+        rate = stream.average_rate or stream.guessed_rate
+        num_frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        if not (num_frames and rate and stream.height and stream.width):
+            raise MediaError(
+                f"video {label(source)} has {num_frames} frames of {stream.width}x{stream.height} pixels at rate {rate}: re-encode it"
+            )
+        return VideoHeader(num_frames, float(rate), stream.height, stream.width)
+
+
+def read_frames(source: MediaSource, folder: Path, access: MediaAccess, indices: Sequence[int]) -> np.ndarray:
+    """[T, H, W, C] uint8: the frames at the ascending `indices` (repeats are repeated), upright.
+
+    Raises:
+        MediaError: decoding fails, or the video ends more than `MAX_MISSING_FRAMES` before the last index.
+    """
+    wanted = set(indices)
+    frames: dict[int, np.ndarray] = {}
+    index = -1
+    with _opened_video(source, folder, access) as container:
+        container.streams.video[0].thread_type = "AUTO"
+        last = None
+        for index, frame in enumerate(container.decode(video=0)):
+            last = frame
+            if index in wanted:
+                frames[index] = _upright(frame)
+            if index >= indices[-1]:
+                break
+        if last is None or index + MAX_MISSING_FRAMES < indices[-1]:
+            raise MediaError(f"video {label(source)} ends after {index + 1} of at least {indices[-1] + 1} frames: re-encode it")
+        return np.stack([frames[i] if i in frames else _upright(last) for i in indices])
+
+
+def _upright(frame: av.VideoFrame) -> np.ndarray:
+    """[H, W, C]; `rotation` is counterclockwise, in degrees."""
+    return np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90))
