@@ -27,8 +27,8 @@ NUM_TEXT_TOKENS = 512
 """Entries of the byte-level vocabulary; the special tokens come behind them."""
 VOCAB_SIZE = 640
 """Rows of the embedding: more than the tokenizer has tokens, as in the published models."""
-MAX_POSITIONS = 32768
-"""Longest sequence in tokens."""
+MAX_POSITIONS = 4096
+"""Longest sequence in tokens: it is the default of `max_length`, so a run without it must fit a laptop."""
 
 SPECIAL_TOKENS = (
     "<|endoftext|>",
