@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import socket
 import traceback
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
@@ -40,6 +41,7 @@ def _join(rank: int, num_ranks: int, port: int) -> None:
 
 def _serve(rank: int, connection: Connection) -> None:
     """What each rank process does until it is told to stop: join, call, answer."""
+    warnings.simplefilter("ignore")  # megatron-core warns of each package that it would use on a GPU
     import torch
 
     from swiftcp.parallel import cpu_shim

@@ -1,0 +1,53 @@
+"""`transformers` itself, one row at a time: what every family's log-probabilities are held against."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from swiftcp.data.batch import Sample
+from swiftcp.models.family import Family
+
+
+def load_oracle(folder: Path, family: Family, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """The checkpoint as `transformers` builds it, in evaluation mode, on PyTorch's attention."""
+    import transformers
+
+    model_class = getattr(transformers, family.architecture)
+    return model_class.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+
+
+def _media_inputs(sample: Sample, config: Any, device: torch.device) -> dict[str, Tensor]:
+    """Patches and grids by modality. A sample holds its images first, then its videos."""
+    if sample.visual is None:
+        return {}
+    merged = config.vision_config.spatial_merge_size**2
+    features = sample.visual.grid_thw.prod(-1) // merged
+    num_image_features = int((sample.input_ids_L == config.image_token_id).sum())
+    num_images = int((features.cumsum(0) <= num_image_features).sum()) if num_image_features else 0
+    images, videos = sample.visual.grid_thw.split([num_images, len(features) - num_images])
+    image_patches, video_patches = sample.visual.patches_PD.split([int(images.prod(-1).sum()), int(videos.prod(-1).sum())])
+    inputs = {}
+    if len(images):
+        inputs |= {"pixel_values": image_patches.to(device), "image_grid_thw": images.to(device)}
+    if len(videos):
+        inputs |= {"pixel_values_videos": video_patches.to(device), "video_grid_thw": videos.to(device)}
+    return inputs
+
+
+def oracle_logprobs(model: Any, sample: Sample) -> Tensor:
+    """log p(token i + 1 | tokens 0 .. i) of one row alone, natural logarithm.
+
+    Positions are left to `transformers`, so that ours are checked too.
+
+    Returns:
+        [L - 1] float32, with a gradient path where gradients are on.
+    """
+    config, device = model.config, model.device
+    input_ids = sample.input_ids_L.to(device)[None]
+    modality = (input_ids == config.image_token_id).int() + 2 * (input_ids == config.video_token_id).int()
+    logits = model(input_ids=input_ids, mm_token_type_ids=modality, use_cache=False, **_media_inputs(sample, config, device)).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(-1, input_ids[0, 1:, None])[:, 0]
