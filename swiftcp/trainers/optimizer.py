@@ -1,0 +1,84 @@
+"""Gradient reduction, AdamW and the learning rate's schedule: megatron-core's own, set up from the recipe."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from swiftcp.config.concerns import TrainConfig
+from swiftcp.errors import ConfigError
+from swiftcp.models.mm_gpt_model import MultimodalGPTModel
+from swiftcp.parallel.mesh import Mesh
+
+
+def check_optimizer(config: TrainConfig, device: torch.device) -> None:
+    """Raises: ConfigError: the distributed optimizer is asked for on a CPU."""
+    if config.use_distributed_optimizer and device.type == "cpu":
+        raise ConfigError(
+            "use_distributed_optimizer is true on a CPU, where megatron-core cannot reload its state: set it to false, or leave it out"
+        )
+
+
+def wrap_model(model: MultimodalGPTModel, config: TrainConfig, mesh: Mesh) -> DistributedDataParallel:
+    """Sum gradients over all data- and context-parallel ranks, in float32.
+
+    Call it when it is settled which parameters are trained: only those get a gradient buffer.
+    """
+    on_cuda = mesh.device.type == "cuda"
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=on_cuda,
+        use_distributed_optimizer=bool(config.use_distributed_optimizer),
+        average_in_collective=False,  # sums are divided once, by the count of labelled tokens
+    )
+    ddp = DistributedDataParallel(model.config, ddp_config, model)
+    model.config.finalize_model_grads_func = finalize_model_grads
+    model.config.no_sync_func = ddp.no_sync if on_cuda else None
+    return ddp
+
+
+def build_optimizer(ddp: DistributedDataParallel, config: TrainConfig) -> MegatronOptimizer:
+    """AdamW; as usual in megatron-core, biases and norms (one dim) do not decay. bfloat16 weights have float32 masters."""
+    settings = MegatronOptimizerConfig(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        weight_decay=config.weight_decay,
+        adam_beta1=config.adam_beta1,
+        adam_beta2=config.adam_beta2,
+        adam_eps=config.adam_eps,
+        clip_grad=config.clip_grad,
+        bf16=config.torch_dtype == "bfloat16",
+        params_dtype=getattr(torch, str(config.torch_dtype)),
+        use_distributed_optimizer=bool(config.use_distributed_optimizer),
+    )
+    optimizer = get_megatron_optimizer(settings, [ddp], use_gloo_process_groups=False)
+    ddp.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def warmup_iters(config: TrainConfig, train_iters: int) -> int:
+    """Steps of warm-up; always fewer than all."""
+    warmup = config.lr_warmup_iters if config.lr_warmup_fraction is None else round(config.lr_warmup_fraction * train_iters)
+    return min(warmup, train_iters - 1)
+
+
+def build_scheduler(optimizer: MegatronOptimizer, config: TrainConfig, train_iters: int) -> OptimizerParamScheduler:
+    """Linear warm-up from 0, then the decay, which reaches `min_lr` after `train_iters` optimizer updates."""
+    warmup = warmup_iters(config, train_iters)
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=min(config.min_lr, config.lr),
+        lr_warmup_steps=warmup,
+        lr_decay_steps=train_iters,
+        lr_decay_style=config.lr_decay_style,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=train_iters,
+        wd_incr_style="constant",
+    )

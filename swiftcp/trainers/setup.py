@@ -1,0 +1,118 @@
+"""What every run on several ranks begins with: the ranks themselves, what the checkpoint folder says, the model with its weights."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from megatron.core import tensor_parallel
+
+from swiftcp.checkpoint.hf_reader import load_hf_folder
+from swiftcp.errors import ConfigError
+from swiftcp.models.build import build_model, transformer_config
+from swiftcp.models.family import Family
+from swiftcp.models.mm_gpt_model import MultimodalGPTModel
+from swiftcp.models.registry import family_of
+from swiftcp.models.towers import TowerGeometry
+from swiftcp.parallel import cpu_shim
+from swiftcp.parallel.layer_specs import select_backend
+from swiftcp.parallel.mesh import Mesh, build_mesh, select_device, start_process_group
+from swiftcp.trainers.random_weights import initialize
+
+logger = logging.getLogger(__name__)
+
+
+class RunConfig(Protocol):
+    """The keys that all commands which build a model have."""
+
+    model: str
+    init_from_config: bool
+    torch_dtype: str | None
+    context_parallel_size: int
+    cp_comm_type: str
+    attention_backend: str
+    seed: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """What the checkpoint folder says, without its weights."""
+
+    folder: Path
+    family: Family
+    hf_config: Any
+    processor: Any
+    """The checkpoint's own, with its tokenizer and chat template."""
+    geometry: TowerGeometry
+
+
+def start_ranks(config: RunConfig) -> Mesh:
+    """Device, process group, mesh and seeds of this rank. What follows must run inside `cpu_shim.cpu_mode()`.
+
+    Raises:
+        ConfigError: no such device, or the ranks do not divide by the context-parallel size.
+    """
+    device = select_device(config.device)
+    if device.type == "cpu":
+        cpu_shim.install()
+    start_process_group(device)
+    mesh = build_mesh(device, context_parallel_size=config.context_parallel_size)
+    torch.manual_seed(config.seed)
+    with cpu_shim.cpu_mode():
+        tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
+    return mesh
+
+
+def load_source(folder: Path) -> Source:
+    """Read the configuration and the processor of a checkpoint folder. No code of the folder runs.
+
+    Raises:
+        ConfigError: the folder's configuration or processor cannot be read, or its family is not supported.
+    """
+    from transformers import AutoConfig, AutoProcessor
+
+    try:
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        family = family_of(hf_config.model_type)
+        processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"model {folder} cannot be read: {error}") from error
+    return Source(folder, family, hf_config, processor, family.tower_geometry(hf_config))
+
+
+def _recompute_tower(tower: Any) -> None:
+    tower.main_input_name = "hidden_states"  # transformers 5 takes it for a text model, and warns that it has no token embeddings
+    tower.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def load_model(config: RunConfig, source: Source, mesh: Mesh, *, checkpointed_tower: bool = False, **recompute: Any) -> MultimodalGPTModel:
+    """The model with the folder's weights, or with random ones where `init_from_config` says so.
+
+    Args:
+        checkpointed_tower: compute the tower's layers again in the backward pass.
+        recompute: megatron-core's `recompute_*` fields.
+
+    Raises:
+        ConfigError: the attention backend cannot be used.
+        WeightsError: the folder does not hold exactly the model's weights.
+    """
+    backend = select_backend(config.attention_backend)
+    dtype = getattr(torch, str(config.torch_dtype))
+    settings = transformer_config(
+        source.family, source.hf_config, mesh, dtype=dtype, backend=backend, cp_comm_type=config.cp_comm_type, **recompute
+    )
+    model = build_model(source.family, source.hf_config, settings, mesh, backend=backend)
+    if checkpointed_tower:
+        _recompute_tower(model.visual)
+    table = source.family.name_table(source.hf_config)
+    if config.init_from_config:
+        initialize(model, table, source.hf_config, config.seed)
+    else:
+        load_hf_folder(model, source.folder, table)
+    return model

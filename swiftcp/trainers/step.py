@@ -1,0 +1,148 @@
+"""One optimizer step: megatron-core's schedule over the micro-batches, then the optimizer.
+
+The loss is a sum of weight x token loss divided by one count of labelled tokens over all ranks and micro-batches
+(`calculate_per_token_loss`), so neither the layout nor the way labels fall on ranks changes the gradient.
+
+Legend: N labelled local tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from swiftcp.data.batch import Batch
+from swiftcp.errors import SwiftcpError, TrainingError
+from swiftcp.models.inputs import make_inputs
+from swiftcp.models.towers import TowerGeometry
+from swiftcp.parallel.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums over all ranks and micro-batches of a step or an evaluation."""
+
+    loss_sum: float
+    labelled_tokens: int
+    tokens: int
+    """Real tokens, without padding."""
+    padded_tokens: int
+
+    @property
+    def loss(self) -> float:
+        """Mean over the labelled tokens; 0 where there is none."""
+        return self.loss_sum / max(self.labelled_tokens, 1)
+
+    @property
+    def pack_fill(self) -> float:
+        """Real over padded tokens."""
+        return self.tokens / max(self.padded_tokens, 1)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """The wrapped model and what a micro-batch needs on its way into it."""
+
+    model: DistributedDataParallel
+    mesh: Mesh
+    geometry: TowerGeometry | None
+
+
+def weighted_loss(losses_N: Tensor, weights_N: Tensor, num_tokens: int, num_padded: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What megatron-core's schedules take: (sum of weight x loss, number of labelled tokens, report).
+
+    `num_tokens` and `num_padded` are this rank's share of the micro-batch's real and padded tokens, for the report.
+    """
+    loss_sum = (losses_N * weights_N).sum()
+    num_labels = losses_N.numel()
+    count = torch.tensor(num_labels, dtype=torch.int, device=losses_N.device)
+    counts = torch.tensor([num_labels, num_tokens, num_padded], dtype=torch.float64, device=losses_N.device)
+    return loss_sum, count, torch.cat([loss_sum.detach().double().view(1), counts])
+
+
+def _forward_step(runner: Runner, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+    batch = next(batches)
+    try:
+        inputs = make_inputs(batch, runner.mesh, runner.geometry)
+        losses_N = model(inputs)
+    except SwiftcpError:
+        raise
+    except Exception as error:
+        rows = ", ".join(map(str, batch.rows)) or "none"
+        raise TrainingError(f"rank {runner.mesh.rank} failed on data set rows {rows}: {type(error).__name__}: {error}") from error
+    reports = runner.mesh.cp_rank == 0  # all ranks of a context-parallel group hold the same micro-batch
+    counted = (sum(batch.lengths), batch.padding_mask_BS.numel()) if reports else (0, 0)
+    return losses_N, partial(weighted_loss, weights_N=inputs.weights_N, num_tokens=counted[0], num_padded=counted[1])
+
+
+def run_micro_batches(runner: Runner, batches: Iterator[Batch], num_micro_batches: int, *, forward_only: bool = False) -> Totals:
+    """Forward (and backward) over this data-parallel rank's next micro-batches; gradients end up reduced and divided.
+
+    Every rank must call it with the same `num_micro_batches`, and the ranks of a context-parallel group with the same batches.
+
+    Raises:
+        TrainingError: a micro-batch failed on this rank; names its rows.
+    """
+    reports = get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, runner),
+        data_iterator=batches,
+        model=[runner.model],
+        num_microbatches=num_micro_batches,
+        seq_length=0,  # a schedule without pipeline stages reads neither
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    totals = torch.stack(reports).sum(0)
+    dist.all_reduce(totals, group=runner.mesh.dp_cp_group)
+    loss_sum, *counts = totals.tolist()
+    return Totals(loss_sum, *map(int, counts))
+
+
+def _bad_gradient(model: torch.nn.Module) -> str:
+    """The first parameter whose reduced gradient is not finite."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not parameter.main_grad.isfinite().all():
+            return name.removeprefix("module.")
+    return "none, but their norm overflows"
+
+
+def optimizer_step(runner: Runner, optimizer: Any, scheduler: Any) -> float:
+    """Clip, update the parameters and move the learning rate on.
+
+    Where the gradient's norm is not finite (it is the same on every rank), nothing changes: parameters, moments and schedule.
+
+    Returns:
+        The gradient's norm before clipping.
+    """
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
+    if not math.isfinite(grad_norm):
+        logger.warning("gradient norm %s: step skipped; first parameter that is not finite: %s", grad_norm, _bad_gradient(runner.model))
+        return grad_norm
+    optimizer.step()
+    scheduler.step(1)
+    return grad_norm
+
+
+def train_step(runner: Runner, optimizer: Any, scheduler: Any, batches: Iterator[Batch], num_micro_batches: int) -> tuple[Totals, float]:
+    """One global batch.
+
+    Returns:
+        The totals over all ranks, and the gradient's norm before clipping.
+    """
+    runner.model.zero_grad_buffer()
+    optimizer.zero_grad()
+    totals = run_micro_batches(runner, batches, num_micro_batches)
+    return totals, optimizer_step(runner, optimizer, scheduler)
