@@ -1,0 +1,358 @@
+"""Rules across keys. Each names rule, value and remedy; `find_problems` gives all that are broken at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+from swiftcp.config.concerns import (
+    CheckpointConfig,
+    Concern,
+    DataConfig,
+    FreezeConfig,
+    LoggingConfig,
+    LogprobsOutputConfig,
+    MediaConfig,
+    OptimizerConfig,
+    PackingConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    RuntimeConfig,
+    TrainingConfig,
+    ValidationDataConfig,
+)
+from swiftcp.config.machine import Machine
+from swiftcp.config.model_folder import ModelFacts
+from swiftcp.config.origin import Origin
+from swiftcp.config.paths import missing, split_row_limit
+from swiftcp.config.resolved import ResolvedConfig
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a rule may look at."""
+
+    config: Any
+    """A config model; a rule first asks which concerns it has."""
+    origins: dict[str, Origin]
+    machine: Machine
+    facts: ModelFacts | None
+    """None where the model folder cannot be read, which is a problem of its own."""
+
+    def has(self, *concerns: type[Concern]) -> bool:
+        return all(isinstance(self.config, concern) for concern in concerns)
+
+    def given(self, key: str) -> bool:
+        """Whether the user set this key, rather than its default."""
+        return self.origins[key].level != "default"
+
+    @property
+    def two_cp(self) -> int:
+        return 2 * self.config.context_parallel_size
+
+    @property
+    def data_parallel_size(self) -> int | None:
+        """None where the ranks do not divide, which is a problem of its own."""
+        num_groups, rest = divmod(self.machine.world_size, self.config.context_parallel_size)
+        return None if rest else num_groups
+
+
+Finding = tuple[str, str]
+"""The key whose origin is shown, and the message."""
+Rule = Callable[[Case], Iterator[Finding]]
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _weights(case: Case) -> Iterator[Finding]:
+    config = case.config
+    if case.facts and not config.init_from_config and not any(Path(config.model).glob("*.safetensors")):
+        yield "model", f"model {config.model} holds no .safetensors weights: add them, or set init_from_config true for random ones"
+
+
+def _datasets(case: Case) -> Iterator[Finding]:
+    for key in ("dataset", "val_dataset"):
+        for dataset in getattr(case.config, key, []):
+            path, limit = split_row_limit(dataset)
+            if not path.exists():
+                yield key, missing(key, path)
+            if limit == 0:
+                yield key, f"{key} {dataset} takes 0 rows: set #N to 1 or more"
+
+
+def _alignment(case: Case) -> Iterator[Finding]:
+    if not case.has(PackingConfig, ParallelConfig):
+        return
+    align, two_cp = case.config.pack_align, case.two_cp
+    if align % two_cp:
+        yield "pack_align", f"pack_align {align} is no multiple of 2*CP = {two_cp}: set {round_up(align, two_cp)}"
+
+
+def _lengths(case: Case) -> Iterator[Finding]:
+    if not case.has(DataConfig, PackingConfig, ParallelConfig):
+        return
+    config, align = case.config, round_up(case.config.pack_align, case.two_cp)
+    if not config.packing:
+        if case.given("max_length") and config.max_length % case.two_cp:
+            rounded = round_up(config.max_length, case.two_cp)
+            yield "max_length", f"max_length {config.max_length} is no multiple of 2*CP = {case.two_cp}: set {rounded}"
+        return
+    key = "packing_length" if case.given("packing_length") else "max_length"
+    length = getattr(config, key)
+    if case.given(key) and length % align:
+        yield key, f"{key} {length} is no multiple of pack_align = {align}: set {round_up(length, align)}"
+    elif config.max_length and config.packing_length and round_up(config.max_length, align) > config.packing_length:
+        yield (
+            "packing_length",
+            f"packing_length {config.packing_length} is less than max_length {config.max_length}, padded to a multiple of "
+            f"pack_align {align}: set packing_length {round_up(config.max_length, align)} or a smaller max_length",
+        )
+
+
+def _batch(case: Case) -> Iterator[Finding]:
+    if not case.has(PackingConfig, ParallelConfig):
+        return
+    config = case.config
+    if config.packing and config.micro_batch_size > 1:
+        yield (
+            "micro_batch_size",
+            f"micro_batch_size {config.micro_batch_size} with packing: a packed micro-batch is one pack: set micro_batch_size 1 and "
+            "a larger packing_length, or packing false",
+        )
+    if not case.has(TrainingConfig) or case.data_parallel_size is None:
+        return
+    rows = config.micro_batch_size * case.data_parallel_size
+    if config.global_batch_size % rows:
+        yield (
+            "global_batch_size",
+            f"global_batch_size {config.global_batch_size} is no multiple of micro_batch_size {config.micro_batch_size} x "
+            f"dp {case.data_parallel_size} = {rows}: set {round_up(config.global_batch_size, rows)}",
+        )
+
+
+def _world(case: Case) -> Iterator[Finding]:
+    if case.has(ParallelConfig) and case.data_parallel_size is None:
+        world_size, cp = case.machine.world_size, case.config.context_parallel_size
+        yield (
+            "context_parallel_size",
+            f"world {world_size} is no multiple of context_parallel_size {cp}: start {round_up(world_size, cp)} ranks "
+            f"(nproc_per_node), or set context_parallel_size to a divisor of {world_size}",
+        )
+
+
+def _heads(case: Case) -> Iterator[Finding]:
+    if not case.has(ParallelConfig) or case.config.cp_comm_type != "a2a" or case.facts is None:
+        return
+    cp, divisor = case.config.context_parallel_size, gcd(case.facts.num_attention_heads, case.facts.num_key_value_heads)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (num_heads := getattr(case.facts, name)) % cp:
+            yield (
+                "context_parallel_size",
+                f"{name} {num_heads} of the model is no multiple of context_parallel_size {cp}, as cp_comm_type a2a needs: "
+                f"set cp_comm_type p2p, or context_parallel_size to a divisor of {divisor}",
+            )
+
+
+def _device(case: Case) -> Iterator[Finding]:
+    if not case.has(RuntimeConfig):
+        return
+    machine = case.machine
+    if case.config.device == "cuda" and machine.num_gpus < machine.local_world_size:
+        yield (
+            "device",
+            f"device cuda with {machine.local_world_size} ranks on this machine, which has {machine.num_gpus} visible GPUs: "
+            "set nproc_per_node to at most that, or device cpu",
+        )
+    if case.config.device == "cpu" and getattr(case.config, "use_distributed_optimizer", False):
+        yield (
+            "use_distributed_optimizer",
+            "use_distributed_optimizer true with device cpu: its state could not be loaded again without Transformer Engine: set false",
+        )
+
+
+def _transformer_engine_problem(case: Case) -> str | None:
+    if case.config.device == "cpu":
+        return "device is cpu"
+    return None if importlib.util.find_spec("transformer_engine") else "transformer-engine is not installed (pip install 'swiftcp[te]')"
+
+
+def _attention(case: Case) -> Iterator[Finding]:
+    if not case.has(ParallelConfig, RuntimeConfig):
+        return
+    problem = _transformer_engine_problem(case)
+    if problem and case.config.attention_backend == "te":
+        yield "attention_backend", f"attention_backend te, but {problem}: set auto or torch"
+    if case.has(RecomputeConfig) and "layernorm" in (case.config.recompute_modules or []):
+        if case.config.attention_backend == "torch":
+            problem = "attention_backend is torch"
+        if problem:
+            yield "recompute_modules", f"recompute_modules layernorm needs Transformer Engine, but {problem}: leave layernorm out"
+
+
+def _duration(case: Case) -> Iterator[Finding]:
+    if not case.has(TrainingConfig, OptimizerConfig):
+        return
+    config = case.config
+    if config.train_iters and config.num_train_epochs:
+        yield (
+            "train_iters",
+            f"train_iters {config.train_iters} and num_train_epochs {config.num_train_epochs} both say when training ends: keep one",
+        )
+    if config.lr_warmup_fraction is not None and config.lr_warmup_iters:
+        yield (
+            "lr_warmup_fraction",
+            f"lr_warmup_fraction {config.lr_warmup_fraction} and lr_warmup_iters {config.lr_warmup_iters} both say how long the "
+            "warm-up is: keep one",
+        )
+    if config.train_iters and config.lr_warmup_iters >= config.train_iters:
+        yield (
+            "lr_warmup_iters",
+            f"lr_warmup_iters {config.lr_warmup_iters} is not less than train_iters {config.train_iters}: "
+            f"set it to {config.train_iters - 1} or less",
+        )
+    if config.min_lr > config.lr:
+        yield "min_lr", f"min_lr {config.min_lr} is above lr {config.lr}: set it to at most that"
+
+
+def _recompute(case: Case) -> Iterator[Finding]:
+    if not case.has(RecomputeConfig):
+        return
+    config = case.config
+    if config.recompute_granularity != "full":
+        for key in ("recompute_method", "recompute_num_layers"):
+            if (value := getattr(config, key)) is not None:
+                yield (
+                    key,
+                    f"{key} {value} belongs to recompute_granularity full, but that is {config.recompute_granularity}: "
+                    "set recompute_granularity full, or leave it out",
+                )
+        return
+    if config.recompute_num_layers is None:
+        yield "recompute_method", "recompute_method block needs a number of layers: set recompute_num_layers"
+    elif case.facts and config.recompute_num_layers > case.facts.num_hidden_layers:
+        num_layers = case.facts.num_hidden_layers
+        yield (
+            "recompute_num_layers",
+            f"recompute_num_layers {config.recompute_num_layers} is more than the model's {num_layers} layers: set {num_layers} or less",
+        )
+
+
+def _media(case: Case) -> Iterator[Finding]:
+    if not case.has(MediaConfig):
+        return
+    for low, high in (
+        ("image_min_token_num", "image_max_token_num"),
+        ("video_min_token_num", "video_max_token_num"),
+        ("fps_min_frames", "fps_max_frames"),
+    ):
+        smallest, largest = getattr(case.config, low), getattr(case.config, high)
+        if smallest and largest and smallest > largest:
+            yield low, f"{low} {smallest} is above {high} {largest}: set it to {largest} or less"
+
+
+def _trained_parts(case: Case) -> Iterator[Finding]:
+    if case.has(FreezeConfig) and case.config.freeze_llm and case.config.freeze_vit and case.config.freeze_aligner:
+        yield "freeze_llm", "freeze_llm, freeze_vit and freeze_aligner are all true, so nothing would be trained: set one to false"
+
+
+def _writable(key: str, path: Path) -> Iterator[Finding]:
+    existing = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        reason = "is no folder that may be written" if existing.is_dir() else "is a file"
+        yield key, f"{key} {path} cannot be made: {existing} {reason}: set another folder"
+
+
+def _outputs(case: Case) -> Iterator[Finding]:
+    if case.has(CheckpointConfig):
+        yield from _writable("output_dir", Path(case.config.output_dir))
+    if case.has(LogprobsOutputConfig):
+        output = Path(case.config.output)
+        yield from _writable("output", output.parent)
+        if output.is_dir():
+            yield "output", f"output {output} is a folder: name a file in it"
+
+
+def _resume(case: Case) -> Iterator[Finding]:
+    if not case.has(CheckpointConfig) or case.config.resume == "auto":
+        return
+    checkpoints = Path(case.config.output_dir) / "checkpoints"
+    if case.config.resume != "never":
+        if not Path(case.config.resume).is_dir():
+            yield "resume", f"{missing('resume', Path(case.config.resume))} (resume is auto, never or a checkpoint folder)"
+    elif checkpoints.is_dir() and any(checkpoints.iterdir()):
+        yield "resume", f"resume never, but {checkpoints} holds checkpoints: set resume auto, or another output_dir"
+
+
+RULES: tuple[Rule, ...] = (
+    _weights,
+    _datasets,
+    _world,
+    _alignment,
+    _lengths,
+    _batch,
+    _heads,
+    _device,
+    _attention,
+    _duration,
+    _recompute,
+    _media,
+    _trained_parts,
+    _outputs,
+    _resume,
+)
+
+
+def _warn_lengths(case: Case) -> Iterator[Finding]:
+    if case.facts and case.config.max_length and case.config.max_length > case.facts.max_position_embeddings:
+        yield "max_length", f"max_length {case.config.max_length} is above the model's {case.facts.max_position_embeddings} positions"
+
+
+def _warn_without_effect(case: Case) -> Iterator[Finding]:
+    config = case.config
+    without_te = case.has(ParallelConfig, RuntimeConfig) and (config.attention_backend == "torch" or config.device == "cpu")
+    if without_te and case.given("cp_comm_type"):
+        yield "cp_comm_type", f"cp_comm_type {config.cp_comm_type} has no effect without Transformer Engine's attention"
+    if case.has(PackingConfig) and not config.packing and case.given("packing_length"):
+        yield "packing_length", f"packing_length {config.packing_length} has no effect with packing false"
+    if case.has(RecomputeConfig) and config.recompute_granularity != "selective" and config.recompute_modules:
+        granularity = config.recompute_granularity
+        yield "recompute_modules", f"recompute_modules has no effect with recompute_granularity {granularity}"
+    if case.has(OptimizerConfig) and config.lr_decay_style == "constant" and config.min_lr:
+        yield "min_lr", f"min_lr {config.min_lr} has no effect with lr_decay_style constant"
+
+
+def _warn_evaluation(case: Case) -> Iterator[Finding]:
+    if not case.has(ValidationDataConfig, LoggingConfig):
+        return
+    config = case.config
+    if config.val_dataset and config.split_dataset_ratio:
+        yield "split_dataset_ratio", f"split_dataset_ratio {config.split_dataset_ratio} has no effect beside val_dataset"
+    if not config.val_dataset and not config.split_dataset_ratio:
+        for key in ("eval_steps", "eval_iters"):
+            if case.given(key):
+                yield key, f"{key} has no effect without val_dataset or split_dataset_ratio"
+
+
+WARNINGS: tuple[Rule, ...] = (_warn_lengths, _warn_without_effect, _warn_evaluation)
+
+
+def _run(rules: tuple[Rule, ...], resolved: ResolvedConfig[Any], machine: Machine, facts: ModelFacts | None) -> list[str]:
+    case = Case(resolved.config, dict(resolved.origins), machine, facts)
+    return [f"{message} [{case.origins[key]}]" for rule in rules for key, message in rule(case)]
+
+
+def find_problems(resolved: ResolvedConfig[Any], machine: Machine, facts: ModelFacts | None) -> list[str]:
+    """Every broken rule, each with rule, value, remedy and the value's origin."""
+    return _run(RULES, resolved, machine, facts)
+
+
+def find_warnings(resolved: ResolvedConfig[Any], machine: Machine, facts: ModelFacts | None) -> list[str]:
+    """What is allowed but has no effect or a doubtful one."""
+    return _run(WARNINGS, resolved, machine, facts)

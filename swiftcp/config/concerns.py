@@ -1,0 +1,273 @@
+"""What can be configured: one model per concern, flat keys in one namespace.
+
+Invariant: a field's docstring is its help text and names its unit; a field without a default is required; a default of None is
+filled in by `swiftcp.config.complete`, as the docstring says, unless it says that None means something.
+"""
+
+from __future__ import annotations
+
+import os.path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+TrainingMode = Literal["sft", "pt"]
+
+
+class Concern(BaseModel):
+    """Base of all configuration: no unknown keys, no NaN, values fixed once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+    panel: ClassVar[str] = ""
+    """Heading of this concern's options in --help."""
+
+
+class ModelConfig(Concern):
+    """Which checkpoint, and in which number format."""
+
+    panel = "Model"
+
+    model: PathText
+    """Hugging Face folder of the checkpoint: config.json, weights, tokenizer, processor."""
+    init_from_config: bool = False
+    """Start from random weights, made from `seed` and the model folder's config.json. False: a missing weight is an error."""
+    torch_dtype: Literal["bfloat16", "float32"] | None = None
+    """Number format of weights and activations. Default: bfloat16 on CUDA, float32 on a CPU."""
+
+
+class FreezeConfig(Concern):
+    """Which parts of the model are trained."""
+
+    panel = "Trained parts"
+
+    freeze_llm: bool = False
+    """Do not train the language model."""
+    freeze_vit: bool = False
+    """Do not train the vision tower (Megatron-SWIFT's default is true)."""
+    freeze_aligner: bool = False
+    """Do not train the mergers between tower and language model, deepstack's included (Megatron-SWIFT's default is true)."""
+
+
+class DataConfig(Concern):
+    """The rows, and what happens to those that do not fit."""
+
+    panel = "Data"
+
+    dataset: list[PathText] = Field(min_length=1)
+    """Files or folders of rows; `path#N` takes N rows of one."""
+    max_length: PositiveInt | None = None
+    """Longest row, in tokens, media included. Default: what the model was made for (max_position_embeddings)."""
+    truncation_strategy: Literal["raise", "delete"] = "raise"
+    """A row longer than `max_length`: `raise` treats it as a bad row (see `strict`), `delete` drops and counts it."""
+    strict: bool = True
+    """A bad row is an error before the model is built. False: it is dropped, counted and listed in bad_rows.jsonl."""
+    dataloader_num_workers: NonNegativeInt | None = None
+    """Processes of each rank that read rows ahead; 0: none. Default: the machine's cores shared by its ranks, 4 at most."""
+
+
+class ValidationDataConfig(Concern):
+    """The rows to evaluate on."""
+
+    panel = "Data"
+
+    val_dataset: list[PathText] = []
+    """Files or folders of rows for evaluation; `path#N` takes N rows of one."""
+    split_dataset_ratio: float = Field(0.0, ge=0, lt=1)
+    """Fraction of `dataset` that is kept from training for evaluation, where `val_dataset` is not given."""
+
+
+class PackingConfig(Concern):
+    """How rows become micro-batches."""
+
+    panel = "Packing"
+
+    packing: bool = True
+    """Put several rows into one sequence, where they do not see each other (Megatron-SWIFT's default is false)."""
+    packing_length: PositiveInt | None = None
+    """Length of a pack, in tokens. Default: `max_length`."""
+    pack_align: PositiveInt = 64
+    """Each row of a pack is padded to a multiple of this many tokens; a multiple of 2 x `context_parallel_size`."""
+    micro_batch_size: PositiveInt = 1
+    """Packs (1 only) or, without packing, rows that a rank processes at once."""
+
+
+class MediaConfig(Concern):
+    """How large images and videos may become, and how videos are sampled."""
+
+    panel = "Media"
+
+    image_max_token_num: PositiveInt | None = None
+    """Largest image, in tokens; larger ones are scaled down. None: as the checkpoint's processor says."""
+    image_min_token_num: PositiveInt | None = None
+    """Smallest image, in tokens; smaller ones are scaled up. None: as the checkpoint's processor says."""
+    video_max_token_num: PositiveInt | None = None
+    """Largest video frame, in tokens. None: as the checkpoint's processor says."""
+    video_min_token_num: PositiveInt | None = None
+    """Smallest video frame, in tokens. None: as the checkpoint's processor says."""
+    fps: PositiveFloat | None = None
+    """Frames taken from each second of a video. None: as the checkpoint's processor says."""
+    fps_min_frames: PositiveInt | None = None
+    """Fewest frames taken from a video. None: as the checkpoint's processor says."""
+    fps_max_frames: PositiveInt | None = None
+    """Most frames taken from a video. None: as the checkpoint's processor says."""
+
+
+class TrainingConfig(Concern):
+    """How much is trained in a step and in all."""
+
+    panel = "Training"
+
+    global_batch_size: PositiveInt = 16
+    """Packs (rows without packing) of one optimizer step, over all ranks."""
+    num_train_epochs: PositiveInt | None = None
+    """Passes over the data. Default: 1, where `train_iters` is not given."""
+    train_iters: PositiveInt | None = None
+    """Optimizer steps in all; in place of `num_train_epochs`."""
+
+
+class OptimizerConfig(Concern):
+    """AdamW and the learning rate's schedule."""
+
+    panel = "Optimizer"
+
+    lr: PositiveFloat = 1e-5
+    """Peak learning rate."""
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+    lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls from `lr` to `min_lr`."""
+    lr_warmup_fraction: float | None = Field(None, ge=0, lt=1)
+    """Fraction of all steps in which the learning rate rises linearly from 0; in place of `lr_warmup_iters`."""
+    lr_warmup_iters: NonNegativeInt = 0
+    """Steps in which the learning rate rises linearly from 0."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay, relative to the learning rate."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the gradient's running mean, per step."""
+    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the squared gradient's running mean, per step."""
+    adam_eps: PositiveFloat = 1e-8
+    """Added to the root of the squared gradient's mean."""
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest norm of the whole gradient; 0: no clipping."""
+    use_distributed_optimizer: bool | None = None
+    """Spread the optimizer's state over the data-parallel ranks. Default: true on CUDA, false on a CPU."""
+
+
+class ParallelConfig(Concern):
+    """How the work is spread over ranks; it does not change the result."""
+
+    panel = "Parallelism"
+
+    context_parallel_size: PositiveInt = 1
+    """Ranks that share each sequence (cp). The other ranks are data parallel."""
+    cp_comm_type: Literal["p2p", "a2a", "all_gather"] = "p2p"
+    """How ranks that share a sequence exchange keys and values in Transformer Engine's attention."""
+    attention_backend: Literal["auto", "te", "torch"] = "auto"
+    """Core attention: `te` is Transformer Engine's (flash or fused, as it sees fit), `torch` runs everywhere, `auto` says what it took."""
+
+
+class RecomputeConfig(Concern):
+    """What is computed again in the backward pass, to save memory."""
+
+    panel = "Recomputation"
+
+    recompute_granularity: Literal["none", "selective", "full"] = "selective"
+    """What to recompute: `selective` the `recompute_modules` of each layer, `full` whole layers."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """With `full`: all layers in groups of `recompute_num_layers`, or only the first `recompute_num_layers`. Default: uniform."""
+    recompute_num_layers: PositiveInt | None = None
+    """With `full`: layers of a group (uniform), or layers to recompute (block). Default: 1 for uniform."""
+    recompute_modules: list[Literal["core_attn", "mlp", "layernorm"]] | None = None
+    """With `selective`: parts of a layer, of core_attn, mlp and layernorm. Default: core_attn."""
+    vit_gradient_checkpointing: bool = True
+    """Recompute the layers of the vision tower in the backward pass."""
+
+
+class CheckpointConfig(Concern):
+    """What is saved, where, and where to go on from."""
+
+    panel = "Checkpoints"
+
+    output_dir: PathText | None = None
+    """Folder for all that the run writes. Default: swiftcp_output/ and the model folder's name."""
+    save_steps: PositiveInt = 500
+    """Optimizer steps between two checkpoints; training always ends with one."""
+    save_total_limit: PositiveInt | None = None
+    """Checkpoints to keep, the newest ones. None: all."""
+    save_safetensors: bool = True
+    """Write the last weights as a Hugging Face folder, output_dir/hf."""
+    resume: PathText = "auto"
+    """`auto`: go on from the newest complete checkpoint in `output_dir`, if any; `never`: refuse one that holds any; or a checkpoint."""
+
+
+class LoggingConfig(Concern):
+    """What is logged and evaluated, and how often."""
+
+    panel = "Logging and evaluation"
+
+    logging_steps: PositiveInt = 1
+    """Optimizer steps between two lines of the log (Megatron-SWIFT's default is 5)."""
+    eval_steps: PositiveInt | None = None
+    """Optimizer steps between two evaluations. Default: `save_steps`."""
+    eval_iters: int = Field(-1, ge=-1)
+    """Global batches of an evaluation; -1: all rows; 0: no evaluation."""
+
+
+class RuntimeConfig(Concern):
+    """The machine."""
+
+    panel = "Runtime"
+
+    seed: NonNegativeInt = 42
+    """Seed of all that is random: the order of rows, a split of the data, random weights."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """`auto` is cuda where a GPU is found, else cpu."""
+    nproc_per_node: PositiveInt | None = None
+    """Ranks on this machine. Default: every GPU, or `context_parallel_size` on a CPU."""
+
+
+class ModeConfig(Concern):
+    """What of a row is labelled."""
+
+    panel = "Data"
+
+    mode: TrainingMode = "sft"
+    """`sft`: rows through the chat template, assistant turns labelled; `pt`: text without a template, all of it labelled."""
+
+
+class LogprobsOutputConfig(Concern):
+    """Where log-probabilities go."""
+
+    panel = "Output"
+
+    output: PathText
+    """File for one JSON object a row: row, input_ids, labels, logprobs."""
+
+
+class TrainConfig(
+    ModelConfig,
+    FreezeConfig,
+    DataConfig,
+    ValidationDataConfig,
+    PackingConfig,
+    MediaConfig,
+    TrainingConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RecomputeConfig,
+    CheckpointConfig,
+    LoggingConfig,
+    RuntimeConfig,
+):
+    """`swiftcp sft` and `swiftcp pt`."""
+
+
+class LogprobsConfig(ModelConfig, DataConfig, ModeConfig, LogprobsOutputConfig, PackingConfig, MediaConfig, ParallelConfig, RuntimeConfig):
+    """`swiftcp logprobs`."""
+
+
+class ParityConfig(ModelConfig, DataConfig, ModeConfig, PackingConfig, MediaConfig, ParallelConfig, RuntimeConfig):
+    """`swiftcp parity`."""

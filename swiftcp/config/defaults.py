@@ -1,0 +1,94 @@
+"""Defaults that depend on the model or the machine. The keys' help texts promise them; a rule for each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from swiftcp.config.concerns import (
+    CheckpointConfig,
+    Concern,
+    DataConfig,
+    LoggingConfig,
+    ModelConfig,
+    OptimizerConfig,
+    PackingConfig,
+    RecomputeConfig,
+    RuntimeConfig,
+    TrainingConfig,
+)
+from swiftcp.config.machine import Machine
+from swiftcp.config.model_folder import ModelFacts
+from swiftcp.config.resolved import ResolvedConfig
+
+_MOST_WORKERS = 4
+Default = tuple[str, object, str]
+"""Key, value, and why."""
+
+
+def _on_device(config: Concern, machine: Machine) -> Iterator[Default]:
+    assert isinstance(config, RuntimeConfig)
+    on_cuda = config.device == "cuda" or (config.device == "auto" and machine.num_gpus > 0)
+    device = "cuda" if on_cuda else "cpu"
+    if config.device == "auto":
+        yield "device", device, f"{machine.num_gpus} GPUs found"
+    if config.nproc_per_node is None:
+        yield "nproc_per_node", machine.local_world_size, "every GPU" if on_cuda else "ranks of this machine"
+    if isinstance(config, ModelConfig) and config.torch_dtype is None:
+        yield "torch_dtype", "bfloat16" if on_cuda else "float32", f"device is {device}"
+    if isinstance(config, OptimizerConfig) and config.use_distributed_optimizer is None:
+        yield "use_distributed_optimizer", on_cuda, f"device is {device}"
+
+
+def _lengths(config: Concern, facts: ModelFacts | None) -> Iterator[Default]:
+    if not isinstance(config, DataConfig) or not isinstance(config, PackingConfig) or facts is None:
+        return
+    max_length = config.max_length
+    if max_length is None:
+        max_length = facts.max_position_embeddings // config.pack_align * config.pack_align
+        yield "max_length", max_length, "max_position_embeddings of the model"
+    if config.packing and config.packing_length is None:
+        yield "packing_length", max_length, "max_length"
+
+
+def _num_workers(config: Concern, machine: Machine) -> Iterator[Default]:
+    if isinstance(config, DataConfig) and config.dataloader_num_workers is None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_workers = max(1, min(_MOST_WORKERS, cores // machine.local_world_size))
+        yield "dataloader_num_workers", num_workers, f"{cores} cores, {machine.local_world_size} ranks"
+
+
+def _training(config: Concern) -> Iterator[Default]:
+    if isinstance(config, TrainingConfig) and config.num_train_epochs is None and config.train_iters is None:
+        yield "num_train_epochs", 1, "train_iters is not given"
+    if isinstance(config, LoggingConfig) and isinstance(config, CheckpointConfig) and config.eval_steps is None:
+        yield "eval_steps", config.save_steps, "save_steps"
+    if isinstance(config, CheckpointConfig) and isinstance(config, ModelConfig) and config.output_dir is None:
+        yield "output_dir", f"swiftcp_output/{Path(config.model).resolve().name}", "the model folder's name"
+
+
+def _recompute(config: Concern) -> Iterator[Default]:
+    if not isinstance(config, RecomputeConfig):
+        return
+    if config.recompute_granularity == "selective" and config.recompute_modules is None:
+        yield "recompute_modules", ["core_attn"], "recompute_granularity is selective"
+    if config.recompute_granularity != "full":
+        return
+    if config.recompute_method is None:
+        yield "recompute_method", "uniform", "recompute_granularity is full"
+    if config.recompute_num_layers is None and config.recompute_method != "block":
+        yield "recompute_num_layers", 1, "every layer"
+
+
+def fill_defaults[C: Concern](resolved: ResolvedConfig[C], machine: Machine, facts: ModelFacts | None) -> ResolvedConfig[C]:
+    """Replace each None that stands for "depends" by what it means here. Without facts, lengths stay open."""
+    config = resolved.config
+    found = [
+        *_on_device(config, machine),
+        *_lengths(config, facts),
+        *_num_workers(config, machine),
+        *_training(config),
+        *_recompute(config),
+    ]
+    return resolved.with_defaults({name: (value, why) for name, value, why in found})

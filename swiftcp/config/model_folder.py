@@ -1,0 +1,76 @@
+"""What validation needs to know of a checkpoint: read from its config.json, without `transformers`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from swiftcp.config.paths import missing
+from swiftcp.errors import ConfigError
+
+SUPPORTED_MODEL_TYPES = ("qwen3_vl",)
+_PIXELS_PER_TOKEN = 32 * 32
+"""Qwen3-VL: patches of 16 x 16 pixels, 2 x 2 of them merged."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes that rules refer to."""
+
+    model_type: str
+    num_attention_heads: int
+    num_key_value_heads: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+    """Longest sequence the model was made for, in tokens."""
+    pixels_per_token: int
+
+
+def _read_json(folder: Path) -> dict:
+    if not folder.is_dir():
+        hint = ""
+        if not folder.is_absolute() and len(folder.parts) == 2 and not folder.parent.exists():
+            hint = f"; if it is a Hub id, download it first (hf download {folder} --local-dir DIR) and set model to that folder"
+        raise ConfigError(missing("model folder", folder) + hint)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"model folder {folder} holds no config.json: set model to a Hugging Face folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no valid JSON ({error}): download the model again") from None
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is no JSON object: download the model again")
+    return config
+
+
+def read_model_facts(folder: Path) -> ModelFacts:
+    """Raises: ConfigError: no folder, no config.json, an unsupported family, or a size that is missing."""
+    config = _read_json(folder)
+    model_type = config.get("model_type")
+    if model_type not in SUPPORTED_MODEL_TYPES:
+        supported = ", ".join(SUPPORTED_MODEL_TYPES)
+        raise ConfigError(f"model_type '{model_type}' of {folder / 'config.json'} is not supported: use a model of {supported}")
+    text = config.get("text_config", {})
+    vision = config.get("vision_config", {})
+    try:
+        num_attention_heads = int(text["num_attention_heads"])
+        return ModelFacts(
+            model_type=model_type,
+            num_attention_heads=num_attention_heads,
+            num_key_value_heads=int(text.get("num_key_value_heads") or num_attention_heads),
+            num_hidden_layers=int(text["num_hidden_layers"]),
+            max_position_embeddings=int(text["max_position_embeddings"]),
+            pixels_per_token=(int(vision["patch_size"]) * int(vision["spatial_merge_size"])) ** 2,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{folder / 'config.json'} lacks a size or has a wrong one ({error}): download the model again") from None
+
+
+def pixels_per_token(folder: str | None) -> int:
+    """Pixels of an image that become one token; Qwen3-VL's number where the folder does not tell (validation says what is wrong)."""
+    try:
+        return read_model_facts(Path(folder)).pixels_per_token if folder else _PIXELS_PER_TOKEN
+    except ConfigError:
+        return _PIXELS_PER_TOKEN

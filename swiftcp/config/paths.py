@@ -1,0 +1,24 @@
+"""Says what is wrong with a path that a user gave."""
+
+from __future__ import annotations
+
+from difflib import get_close_matches
+from pathlib import Path
+
+
+def missing(what: str, path: Path) -> str:
+    """Message for a path that does not exist: how far it exists, and the name that was likely meant."""
+    parent = path.parent
+    if not parent.is_dir():
+        existing = next((folder for folder in parent.parents if folder.is_dir()), None)
+        return f"{what} {path} does not exist: there is no folder {parent}" + (f", only {existing}" if existing else "")
+    matches = get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1)
+    return f"{what} {path} does not exist" + (f": did you mean '{parent / matches[0]}'?" if matches else f": {parent} holds no such entry")
+
+
+def split_row_limit(dataset: str) -> tuple[Path, int | None]:
+    """`rows.jsonl#100` is the first 100 rows of rows.jsonl; a path that exists as it stands is taken as it stands."""
+    path, mark, limit = dataset.rpartition("#")
+    if not mark or not limit.isdigit() or Path(dataset).exists():
+        return Path(dataset), None
+    return Path(path), int(limit)

@@ -1,0 +1,236 @@
+"""Starts the ranks of this machine and looks after them. Imports no torch.
+
+Invariant: when `launch_local` returns, or its process dies, none of the processes it started is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from swiftcp.errors import ConfigError, PreemptedError
+
+SWIFTCP = (sys.executable, "-P", "-m", "swiftcp")
+"""Starts the command line. -P: the user's folder does not come before installed packages, as for the `swiftcp` script."""
+GRACE_SECONDS = 10.0
+"""Time for a rank to end by itself between SIGTERM and SIGKILL."""
+LOOPBACK = "127.0.0.1"
+
+_POLL_SECONDS = 0.05
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, 0))
+        return listener.getsockname()[1]
+
+
+def count_gpus(environment: Mapping[str, str]) -> int:
+    """GPUs that a process with this environment may use, without importing torch."""
+    present = len([device for device in Path("/dev").glob("nvidia*") if device.name[6:].isdigit()])
+    if present == 0 and (tool := shutil.which("nvidia-smi")):
+        listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
+        present = sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if present == 0 or visible is None:
+        return present
+    names = [name.strip() for name in visible.split(",")]
+    end = next((i for i, name in enumerate(names) if name in ("", "-1")), len(names))
+    return end
+
+
+def _bytecode_folder(environment: Mapping[str, str]) -> dict[str, str]:
+    """Where ranks keep compiled modules if they cannot do so beside the sources: without, each start costs a minute."""
+    torch = importlib.util.find_spec("torch")
+    if torch is None or torch.origin is None or "PYTHONPYCACHEPREFIX" in environment:
+        return {}
+    if os.access(Path(torch.origin).parent / "__pycache__", os.W_OK) or os.access(Path(torch.origin).parent, os.W_OK):
+        return {}
+    cache = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return {"PYTHONPYCACHEPREFIX": str(cache / "swiftcp" / "bytecode")}
+
+
+def _python_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Lets ranks find this package where it is a checkout that is not installed."""
+    root = Path(__file__).resolve().parent.parent
+    if root.name == "site-packages":
+        return {}
+    inherited = environment.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(root), *([inherited] if inherited else [])])}
+
+
+def rank_variables(local_rank: int, local_world_size: int, *, node_rank: int = 0, num_nodes: int = 1) -> dict[str, str]:
+    """The variables that tell a process which rank it is, without the meeting point; machines have equally many ranks."""
+    return {
+        "RANK": str(node_rank * local_world_size + local_rank),
+        "WORLD_SIZE": str(num_nodes * local_world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "GROUP_RANK": str(node_rank),
+    }
+
+
+def base_environment(environment: Mapping[str, str], local_world_size: int) -> dict[str, str]:
+    """What ranks inherit: compiled modules are kept, and the machine's cores are shared."""
+    inherited = {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    num_threads = max(1, (os.cpu_count() or 1) // local_world_size)
+    return {"OMP_NUM_THREADS": str(num_threads)} | inherited | _bytecode_folder(environment) | _python_path(environment)
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What a child runs before its program, so that it does not outlive a launcher that was killed. Linux only."""
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getpid()
+
+    def in_child() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return in_child
+
+
+class _Ranks:
+    """The started processes, each the leader of a process group, so that its own children can be ended with it."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
+        in_child = _die_with_parent()
+        for environment in environments:
+            self.processes.append(
+                subprocess.Popen(command, env=dict(environment), stdin=subprocess.DEVNULL, process_group=0, preexec_fn=in_child)
+            )
+
+    def alive(self) -> list[subprocess.Popen[bytes]]:
+        return [process for process in self.processes if process.poll() is None]
+
+    def failure(self) -> tuple[int, int] | None:
+        """(local rank, exit code) of a rank that failed."""
+        codes = [process.poll() for process in self.processes]
+        return next(((rank, code) for rank, code in enumerate(codes) if code), None)
+
+    def signal(self, signum: int) -> None:
+        for process in self.alive():
+            process.send_signal(signum)
+
+    def wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self.alive() and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+
+    def kill(self) -> None:
+        """End every process at once, with all that it started."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextlib.contextmanager
+def _received_signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM in place of dying of them. Only the main thread can; elsewhere the list stays empty."""
+    received: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = {signum: signal.signal(signum, lambda number, _: received.append(number)) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
+def _exit_code(code: int) -> int:
+    """As a shell gives it: 128 + n for a process that died of signal n."""
+    return 128 - code if code < 0 else code
+
+
+def _report(local_rank: int, code: int) -> None:
+    reason = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    print(f"swiftcp: local rank {local_rank} {reason}, the other ranks are stopped", file=sys.stderr, flush=True)
+
+
+def _supervise(ranks: _Ranks, received: Sequence[int], grace_seconds: float) -> int:
+    """Wait for the ranks, pass signals on, and stop all if one fails. Returns the exit code of the first that failed."""
+    num_forwarded = 0
+    kill_at = float("inf")
+    while ranks.alive() and ranks.failure() is None:
+        for signum in received[num_forwarded:]:
+            ranks.signal(signum)
+            if signum == signal.SIGINT or num_forwarded > 0:  # the first SIGTERM gives all the time that a checkpoint takes
+                kill_at = min(kill_at, time.monotonic() + grace_seconds)
+            num_forwarded += 1
+        if time.monotonic() > kill_at:
+            break
+        time.sleep(_POLL_SECONDS)
+    failure = ranks.failure()
+    if failure is not None:
+        _stop_others(ranks, failure, grace_seconds, silent=bool(received))
+    if signal.SIGINT in received:
+        return 130
+    if failure is None:
+        return 128 + received[-1] if ranks.alive() else 0
+    return _exit_code(failure[1])
+
+
+def _stop_others(ranks: _Ranks, failure: tuple[int, int], grace_seconds: float, *, silent: bool) -> None:
+    local_rank, code = failure
+    if code == PreemptedError.exit_code:
+        ranks.wait(grace_seconds)  # the others are about to end the same way
+    elif not silent and code != ConfigError.exit_code and len(ranks.processes) > 1:
+        _report(local_rank, code)
+    ranks.signal(signal.SIGTERM)
+    ranks.wait(grace_seconds)
+
+
+def launch_local(
+    arguments: Sequence[str],
+    nproc: int,
+    env: Mapping[str, str] | None = None,
+    *,
+    prefix: Sequence[str] = SWIFTCP,
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    master_addr: str = LOOPBACK,
+    master_port: int | None = None,
+    grace_seconds: float = GRACE_SECONDS,
+) -> int:
+    """Run `[*prefix, *arguments]` once for each rank of this machine and wait for all.
+
+    If one fails, the others get SIGTERM and, `grace_seconds` later, SIGKILL. SIGINT and SIGTERM are passed on.
+
+    Args:
+        nproc: ranks of this machine.
+        env: environment to inherit; by default the process's.
+        master_port: where ranks meet; by default a free port.
+    Returns:
+        0, the exit code of the first rank that failed (128 + n if it died of signal n), or 130 if interrupted.
+    """
+    meeting_point = {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port or free_port())}
+    inherited = base_environment(os.environ if env is None else env, nproc) | meeting_point
+    environments = [inherited | rank_variables(i, nproc, node_rank=node_rank, num_nodes=num_nodes) for i in range(nproc)]
+    ranks = _Ranks()
+    with _received_signals() as received:
+        try:
+            ranks.start([*prefix, *arguments], environments)
+            return _supervise(ranks, received, grace_seconds)
+        finally:
+            ranks.kill()

@@ -1,0 +1,120 @@
+"""Runs a command that has a configuration: resolve and check it, then start the ranks of this machine, or be one.
+
+All checks happen before ranks start, so that an error is told once. What runs in a rank is imported there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from swiftcp.config import Concern, LogprobsConfig, Machine, ParityConfig, ResolvedConfig, TrainConfig, resolve, validate
+from swiftcp.errors import ConfigError, PreemptedError, TrainingError
+from swiftcp.launch import count_gpus, launch_local
+from swiftcp.topology import Topology, find_topology
+
+Command = Literal["sft", "pt", "logprobs", "parity"]
+
+CONFIG_CLASSES: dict[Command, type[Concern]] = {
+    "sft": TrainConfig,
+    "pt": TrainConfig,
+    "logprobs": LogprobsConfig,
+    "parity": ParityConfig,
+}
+
+
+def prepare(
+    command: Command, arguments: Sequence[str], *, values: Mapping[str, object] | None = None, environment: Mapping[str, str]
+) -> tuple[ResolvedConfig[Any], Topology]:
+    """The complete, valid configuration of a command and the ranks that it is for.
+
+    Raises:
+        ConfigError: recipe, options, environment, model folder, data files or launcher variables are wrong.
+    """
+    resolved: ResolvedConfig[Any] = resolve(CONFIG_CLASSES[command], arguments, values=values, environment=environment)
+    config = resolved.config
+    num_gpus = count_gpus(environment)
+    topology = find_topology(
+        environment,
+        nproc_per_node=config.nproc_per_node,
+        num_gpus=0 if config.device == "cpu" else num_gpus,
+        model_parallel_size=config.context_parallel_size,
+    )
+    return validate(resolved, Machine(topology.world_size, topology.local_world_size, num_gpus)), topology
+
+
+def _run_rank(command: Command, resolved: ResolvedConfig[Any], topology: Topology) -> None:
+    """What one rank does."""
+    if topology.world_size > 1:
+        os.environ.update(topology.variables())
+    if topology.rank == 0:
+        print("\n".join([topology.describe(), resolved.describe()]), flush=True)
+    if command == "logprobs":
+        from swiftcp.trainers import logprobs
+
+        logprobs.run(resolved)
+        return
+    assert command in ("sft", "pt")
+    from swiftcp.trainers import sft
+
+    sft.train(resolved, command)
+
+
+def _run_parity(resolved: ResolvedConfig[Any], topology: Topology) -> int:
+    """Starts ranks of its own, several times over."""
+    if topology.source != "this machine":
+        raise ConfigError(f"parity starts its own ranks, but found those of {topology.source}: run it without a launcher")
+    print(resolved.describe(), flush=True)
+    from swiftcp.trainers import parity
+
+    return parity.run(resolved)
+
+
+def run(command: Command, arguments: Sequence[str], *, values: Mapping[str, object] | None = None) -> int:
+    """Run a command to its end. Returns its exit code.
+
+    Raises:
+        SwiftcpError: whatever is wrong before ranks start, or in this process's own rank.
+    """
+    try:
+        resolved, topology = prepare(command, arguments, values=values, environment=os.environ)
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            raise
+        return error.exit_code  # the node's first rank says it
+    logging.basicConfig(level=logging.INFO if topology.rank in (0, None) else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    if command == "parity":
+        return _run_parity(resolved, topology)
+    if topology.rank is not None:
+        _run_rank(command, resolved, topology)
+        return 0
+    return launch_local(
+        [command, *arguments, *_as_arguments(values or {})],
+        topology.local_world_size,
+        node_rank=topology.node_rank,
+        num_nodes=topology.num_nodes,
+        master_addr=topology.master_addr,
+        master_port=topology.master_port,
+    )
+
+
+def _as_arguments(values: Mapping[str, object]) -> list[str]:
+    """Values from Python as a command line, for ranks read one."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in values.items()}
+    return [f"--{name}={text}" for name, text in texts.items()]
+
+
+def run_from_python(command: Command, config: Concern | Mapping[str, Any]) -> None:
+    """`swiftcp.sft` and its like: errors are raised in place of exit codes."""
+    values = config.model_dump(exclude_unset=True) if isinstance(config, Concern) else dict(config)
+    code = run(command, (), values=values)
+    if code == PreemptedError.exit_code:
+        raise PreemptedError("the run was stopped and saved a checkpoint: start it again to go on")
+    if code == 130:
+        raise KeyboardInterrupt
+    if code:
+        raise TrainingError(f"swiftcp {command} ended with exit code {code}: its output says why")
