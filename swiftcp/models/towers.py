@@ -34,6 +34,7 @@ class TowerGeometry:
     """Patches a side that become one feature."""
     patch_values: int
     """D, values of one flattened patch."""
+    num_layers: int
     hidden_size: int
     intermediate_size: int
 

@@ -7,7 +7,7 @@ import torch
 from swiftcp.data.batch import VisualItems
 from swiftcp.models.towers import LinearPatchEmbedding, TowerGeometry, plan_tower_work, spread_frames
 
-GEOMETRY = TowerGeometry(merge_size=2, patch_values=3, hidden_size=4, intermediate_size=8)
+GEOMETRY = TowerGeometry(merge_size=2, patch_values=3, num_layers=1, hidden_size=4, intermediate_size=8)
 
 
 def items(*grids: tuple[int, int, int]) -> VisualItems:

@@ -80,6 +80,7 @@ class Qwen3VL:
         return TowerGeometry(
             merge_size=vision.spatial_merge_size,
             patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
+            num_layers=vision.depth,
             hidden_size=vision.hidden_size,
             intermediate_size=vision.intermediate_size,
         )
