@@ -33,8 +33,14 @@ def _call(*arguments: str | Path) -> None:
     """Run one step, after showing it as one would type it. A step that fails has said why: its exit code is ours."""
     command = [str(argument) for argument in arguments]
     print(f"\n$ python {shlex.join(command)}", flush=True)
-    if code := subprocess.run([sys.executable, *command], env={"OMP_NUM_THREADS": "1", **os.environ}).returncode:
+    if code := subprocess.run([sys.executable, *command], env=_environment()).returncode:
         sys.exit(code)
+
+
+def _environment() -> dict[str, str]:
+    """One thread a rank suits a model this small; byte code is kept, for without it each step starts half a minute later."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return {"OMP_NUM_THREADS": "1"} | kept
 
 
 def _report(folder: Path, seconds: float) -> None:
