@@ -1,0 +1,34 @@
+"""What `.importlinter` cannot see: what an import really loads, what it changes, and who touches megatron-core's global state."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "swiftcp"
+LIGHT = (
+    "swiftcp",
+    "swiftcp.cli",
+    "swiftcp.config",
+    "swiftcp.errors",
+    "swiftcp.launch",
+    "swiftcp.run",
+    "swiftcp.topology",
+    "swiftcp.doctor",
+)
+HEAVY = {"torch", "transformers", "megatron", "datasets"}
+
+
+@pytest.mark.parametrize("module", LIGHT)
+def test_import_is_light(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({HEAVY} & set(sys.modules)))"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60).stdout
+    assert loaded.strip() == "[]"
+
+
+def test_only_the_mesh_touches_parallel_state() -> None:
+    users = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py") if "parallel_state" in path.read_text(encoding="utf-8")}
+    assert users == {"parallel/mesh.py"}
