@@ -47,12 +47,14 @@ def _parts(
     return torch.cat(ids), images, videos
 
 
-def make_sample(name: str, hf_config: Any, *, row: int = 0, labelled: float = 0.7) -> Sample:
-    """The sample `name` of `MIXES`; `labelled` is the share of its text tokens that have a label (none at 0)."""
+def make_sample(name: str, hf_config: Any, *, row: int = 0, labelled: float = 0.7, span: tuple[int, int] | None = None) -> Sample:
+    """The sample `name` of `MIXES`; `labelled` is the share of its text tokens that have a label (none at 0), `span` where."""
     generator = torch.Generator().manual_seed(1000 * row + sum(map(ord, name)))
     ids, images, videos = _parts(MIXES[name], hf_config, generator)
     is_text = ids < MAX_TEXT_ID
     keep = is_text & (torch.rand(len(ids), generator=generator) < labelled)
+    if span is not None:
+        keep &= (torch.arange(len(ids)) >= span[0]) & (torch.arange(len(ids)) < span[1])
     weights = torch.where(keep, torch.randint(1, 3, (len(ids),), generator=generator).float(), 0.0)
     patch_values = hf_config.vision_config.in_channels * hf_config.vision_config.temporal_patch_size * hf_config.vision_config.patch_size**2
     grids = torch.tensor([*images, *videos])

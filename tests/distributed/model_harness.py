@@ -24,16 +24,19 @@ PACK_ALIGN = 8
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a test's data: a mix of `samples.MIXES`, and the share of its text that has labels."""
+    """One row of a test's data: a mix of `samples.MIXES`, the share of its text that has labels, and between which positions."""
 
     mix: str
     labelled: float = 0.7
+    span: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True)
 class Result:
     loss_sum: float
     num_labels: int
+    labels_of_ranks: list[int]
+    """Labelled tokens that each rank of the context-parallel group held."""
     logprobs: list[Tensor]
     """[L - 1] of each row: of every next token, labelled or not."""
     gradients: dict[str, Tensor]
@@ -48,7 +51,7 @@ def _config(folder: Path) -> Any:
 
 
 def samples_of(folder: Path, rows: Sequence[Row]) -> list[Sample]:
-    return [make_sample(row.mix, _config(folder), row=index, labelled=row.labelled) for index, row in enumerate(rows)]
+    return [make_sample(row.mix, _config(folder), row=index, labelled=row.labelled, span=row.span) for index, row in enumerate(rows)]
 
 
 def _with_every_label(sample: Sample) -> Sample:
@@ -105,32 +108,37 @@ def _all_logprobs(model: Any, mesh: Any, geometry: Any, batches: Sequence[Batch]
     return rows
 
 
-def run_ours(folder: Path, rows: Sequence[Row], cp_size: int, packing: bool = True, microbatches: int = 1, **recompute: Any) -> Result:
+def run_ours(
+    folder: Path, rows: Sequence[Row], cp_size: int, packing: bool = True, microbatches: int = 1, recompute: dict[str, Any] | None = None
+) -> Result:
     """On each of `cp_size` ranks: all rows in `microbatches` micro-batches; gradients summed over the group."""
     from swiftcp.models.inputs import make_inputs
     from swiftcp.parallel.cpu_shim import cpu_mode
 
     samples = samples_of(folder, rows)
     with cpu_mode():
-        model, mesh, family = build(folder, cp_size, **recompute)
+        model, mesh, family = build(folder, cp_size, **(recompute or {}))
         geometry = family.tower_geometry(_config(folder))
         every_label = collate([_with_every_label(sample) for sample in samples], packing, microbatches)
         logprobs = _all_logprobs(model.eval(), mesh, geometry, every_label, samples)
         model.train()
-        totals = torch.zeros(2)
+        totals = torch.zeros(1)
+        num_labels = torch.zeros(cp_size, dtype=torch.int64)
         for batch in collate(samples, packing, microbatches):
             inputs = make_inputs(batch, mesh, geometry)
             loss = (model(inputs) * inputs.weights_N).sum()
             loss.backward()
-            totals += torch.tensor([loss.item(), inputs.num_labels])
-        dist.all_reduce(totals, group=mesh.cp_group)
+            totals += loss.detach()
+            num_labels[mesh.cp_rank] += inputs.num_labels
+        for total in (totals, num_labels):
+            dist.all_reduce(total, group=mesh.cp_group)
         gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
         missing = [name for name, gradient in gradients.items() if gradient is None]
         assert not missing, f"no gradient on rank {mesh.cp_rank} for {missing}"
         for gradient in gradients.values():
             dist.all_reduce(gradient, group=mesh.cp_group)
         named = _checkpoint_names(model, gradients, family.name_table(_config(folder)))
-    return Result(totals[0].item(), int(totals[1]), logprobs, named)
+    return Result(totals.item(), int(num_labels.sum()), num_labels.tolist(), logprobs, named)
 
 
 def run_transformers(folder: Path, rows: Sequence[Row]) -> Result:
@@ -150,7 +158,8 @@ def run_transformers(folder: Path, rows: Sequence[Row]) -> Result:
         num_labels += int((sample.weights_L[1:] > 0).sum())
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    return Result(loss_sum, num_labels, logprobs, {name: torch.zeros(shapes[name]) if g is None else g for name, g in gradients.items()})
+    named = {name: torch.zeros(shapes[name]) if gradient is None else gradient for name, gradient in gradients.items()}
+    return Result(loss_sum, num_labels, [num_labels], logprobs, named)
 
 
 def gradient_excess(got: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> dict[str, float]:

@@ -64,3 +64,51 @@ def test_an_image_that_straddles_every_border(ranks: RankPool, tiny_qwen3_vl: Pa
     for cp_size in (2, 4):
         for result in ranks.run(run_ours, tiny_qwen3_vl, rows, cp_size, num_ranks=cp_size):
             check(result, expected)
+
+
+def test_labels_all_on_one_rank(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    """The first quarter of a row lies on rank 0 alone, the middle half on rank 1."""
+    for span, holder in (((1, 6), 0), ((10, 20), 1)):
+        rows = (Row("text", labelled=1.0, span=span),)
+        expected = ranks.run(run_transformers, tiny_qwen3_vl, rows, num_ranks=1)[0]
+        for result in ranks.run(run_ours, tiny_qwen3_vl, rows, 2, num_ranks=2):
+            check(result, expected)
+            assert result.labels_of_ranks[1 - holder] == 0 < result.labels_of_ranks[holder]
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_no_label_in_a_microbatch(ranks: RankPool, tiny_qwen3_vl: Path, packing: bool) -> None:
+    rows = (Row("image", labelled=0.0), Row("image_and_video"))
+    expected = ranks.run(run_transformers, tiny_qwen3_vl, rows, num_ranks=1)[0]
+    for cp_size in (1, 2):
+        for result in ranks.run(run_ours, tiny_qwen3_vl, rows, cp_size, packing, 2, num_ranks=cp_size):
+            check(result, expected)
+
+
+def test_no_label_at_all_gives_zero_gradients(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    for result in ranks.run(run_ours, tiny_qwen3_vl, (Row("image", labelled=0.0),), 2, num_ranks=2):
+        assert (result.loss_sum, result.num_labels) == (0.0, 0)
+        assert all((gradient == 0).all() for gradient in result.gradients.values())
+
+
+def test_microbatches_of_text_alone_beside_images(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    """One micro-batch has no image for any rank; in the other one rank of four has a frame to encode."""
+    rows = (Row("text"), Row("eight_tokens"), Row("image"), Row("text"))
+    expected = ranks.run(run_transformers, tiny_qwen3_vl, rows, num_ranks=1)[0]
+    for cp_size in (1, 2, 4):
+        for result in ranks.run(run_ours, tiny_qwen3_vl, rows, cp_size, True, 2, num_ranks=cp_size):
+            check(result, expected)
+
+
+RECOMPUTE = {
+    "full_uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    "full_block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+}
+
+
+@pytest.mark.parametrize("mode", RECOMPUTE)
+def test_recomputation_changes_no_gradient(ranks: RankPool, tiny_qwen3_vl: Path, mode: str) -> None:
+    expected = ranks.run(run_transformers, tiny_qwen3_vl, MIXED, num_ranks=1)[0]
+    for result in ranks.run(run_ours, tiny_qwen3_vl, MIXED, 2, True, 1, RECOMPUTE[mode], num_ranks=2):
+        check(result, expected)
