@@ -108,7 +108,7 @@ def _lengths(case: Case) -> Iterator[Finding]:
     length = getattr(config, key)
     if case.given(key) and length % align:
         yield key, f"{key} {length} is no multiple of pack_align = {align}: set {round_up(length, align)}"
-    elif config.max_length and config.packing_length and round_up(config.max_length, align) > config.packing_length:
+    elif case.given("packing_length") and config.max_length and round_up(config.max_length, align) > length:
         yield (
             "packing_length",
             f"packing_length {config.packing_length} is less than max_length {config.max_length}, padded to a multiple of "

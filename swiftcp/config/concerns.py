@@ -58,7 +58,7 @@ class DataConfig(Concern):
     dataset: list[PathText] = Field(min_length=1)
     """Files or folders of rows; `path#N` takes N rows of one."""
     max_length: PositiveInt | None = None
-    """Longest row, in tokens, media included. Default: what the model was made for (max_position_embeddings)."""
+    """Longest row, in tokens, media included. Default: what the model was made for (max_position_embeddings), or less to fit a pack."""
     truncation_strategy: Literal["raise", "delete"] = "raise"
     """A row longer than `max_length`: `raise` treats it as a bad row (see `strict`), `delete` drops and counts it."""
     strict: bool = True

@@ -46,8 +46,11 @@ def _lengths(config: Concern, facts: ModelFacts | None) -> Iterator[Default]:
         return
     max_length = config.max_length
     if max_length is None:
+        why = "max_position_embeddings of the model"
         max_length = facts.max_position_embeddings // config.pack_align * config.pack_align
-        yield "max_length", max_length, "max_position_embeddings of the model"
+        if config.packing and config.packing_length is not None and config.packing_length < max_length:
+            why, max_length = "packing_length", config.packing_length
+        yield "max_length", max_length, why
     if config.packing and config.packing_length is None:
         yield "packing_length", max_length, "max_length"
 
