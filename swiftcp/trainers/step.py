@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from swiftcp.errors import SwiftcpError, TrainingError
 from swiftcp.models.inputs import make_inputs
 from swiftcp.models.towers import TowerGeometry
 from swiftcp.parallel.mesh import Mesh
+from swiftcp.trainers.flops import training_flops
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ class Totals:
     tokens: int
     """Real tokens, without padding."""
     padded_tokens: int
+    flops: float = 0.0
+    """Of the model, forward and backward."""
 
     @property
     def loss(self) -> float:
@@ -58,18 +62,27 @@ class Runner:
     model: DistributedDataParallel
     mesh: Mesh
     geometry: TowerGeometry | None
+    vocab_size: int
 
 
-def weighted_loss(losses_N: Tensor, weights_N: Tensor, num_tokens: int, num_padded: int) -> tuple[Tensor, Tensor, Tensor]:
+def weighted_loss(losses_N: Tensor, weights_N: Tensor, extent: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
     """What megatron-core's schedules take: (sum of weight x loss, number of labelled tokens, report).
 
-    `num_tokens` and `num_padded` are this rank's share of the micro-batch's real and padded tokens, for the report.
+    `extent` is this rank's share of what the micro-batch comprises, and stands behind both in the report.
     """
     loss_sum = (losses_N * weights_N).sum()
     num_labels = losses_N.numel()
     count = torch.tensor(num_labels, dtype=torch.int, device=losses_N.device)
-    counts = torch.tensor([num_labels, num_tokens, num_padded], dtype=torch.float64, device=losses_N.device)
+    counts = torch.tensor([num_labels, *extent], dtype=torch.float64, device=losses_N.device)
     return loss_sum, count, torch.cat([loss_sum.detach().double().view(1), counts])
+
+
+def _extent(runner: Runner, batch: Batch) -> tuple[float, float, float]:
+    """Real tokens, padded tokens and model FLOPs of a micro-batch; counted on one rank of those that share it."""
+    if runner.mesh.cp_rank != 0:
+        return 0.0, 0.0, 0.0
+    flops = training_flops(runner.model.config, runner.geometry, runner.vocab_size, batch)
+    return sum(batch.lengths), batch.padding_mask_BS.numel(), flops
 
 
 def _forward_step(runner: Runner, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
@@ -80,11 +93,10 @@ def _forward_step(runner: Runner, batches: Iterator[Batch], model: torch.nn.Modu
     except SwiftcpError:
         raise
     except Exception as error:
+        traceback.print_exception(error)
         rows = ", ".join(map(str, batch.rows)) or "none"
         raise TrainingError(f"rank {runner.mesh.rank} failed on data set rows {rows}: {type(error).__name__}: {error}") from error
-    reports = runner.mesh.cp_rank == 0  # all ranks of a context-parallel group hold the same micro-batch
-    counted = (sum(batch.lengths), batch.padding_mask_BS.numel()) if reports else (0, 0)
-    return losses_N, partial(weighted_loss, weights_N=inputs.weights_N, num_tokens=counted[0], num_padded=counted[1])
+    return losses_N, partial(weighted_loss, weights_N=inputs.weights_N, extent=_extent(runner, batch))
 
 
 def run_micro_batches(runner: Runner, batches: Iterator[Batch], num_micro_batches: int, *, forward_only: bool = False) -> Totals:
@@ -106,8 +118,8 @@ def run_micro_batches(runner: Runner, batches: Iterator[Batch], num_micro_batche
     )
     totals = torch.stack(reports).sum(0)
     dist.all_reduce(totals, group=runner.mesh.dp_cp_group)
-    loss_sum, *counts = totals.tolist()
-    return Totals(loss_sum, *map(int, counts))
+    loss_sum, labelled, tokens, padded, flops = totals.tolist()
+    return Totals(loss_sum, int(labelled), int(tokens), int(padded), flops)
 
 
 def _bad_gradient(model: torch.nn.Module) -> str:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.distributed.ranks import RankPool
-from tests.distributed.training_harness import Pack, run_steps
+from tests.distributed.training_harness import (
+    Pack,
+    broken_micro_batch,
+    changed_parameters,
+    parameters_by_decay,
+    run_gradients,
+    run_steps,
+    step_with_nan_on_rank_1,
+)
 
 RELATIVE = 1e-5
 """Of losses and gradient norms, between layouts, in float32."""
@@ -37,3 +47,65 @@ def test_steps_equal_those_of_one_rank(layout: str, ranks: RankPool, tiny_qwen3_
         assert got.loss == pytest.approx(expected.loss, rel=RELATIVE)
         assert got.grad_norm == pytest.approx(expected.grad_norm, rel=RELATIVE)
         assert (got.labelled_tokens, got.tokens) == (expected.labelled_tokens, expected.tokens)
+
+
+NO_RECOMPUTE: dict[str, Any] = {}
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "full_uniform": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
+    "full_uniform_3": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3),
+    "full_block": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=2),
+    "core_attn": dict(recompute_granularity="selective", recompute_modules=["core_attn"]),
+    "mlp": dict(recompute_granularity="selective", recompute_modules=["core_attn", "mlp"]),
+}
+FROZEN: dict[str, dict[str, bool]] = {
+    "nothing": {},
+    "tower": dict(freeze_vit=True, freeze_aligner=True),
+    "tower_and_llm": dict(freeze_vit=True, freeze_llm=True),
+    "llm_and_aligner": dict(freeze_llm=True, freeze_aligner=True),
+}
+PACKS = [Pack(("image", "text")), Pack(("text", "video"))]
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_recomputation_leaves_gradients_as_they_are(frozen: str, ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    """Also where parts are frozen, and in the first layers, which take the deepstack features in."""
+    values = dict(**FROZEN[frozen], vit_gradient_checkpointing=False)
+    [expected] = ranks.run(run_gradients, tiny_qwen3_vl, 1, PACKS, values, [NO_RECOMPUTE], num_ranks=1)[0]
+    values["vit_gradient_checkpointing"] = True
+    modes = [NO_RECOMPUTE, *RECOMPUTE.values()]
+    results = ranks.run(run_gradients, tiny_qwen3_vl, 1, PACKS, values, modes, num_ranks=1)[0]
+    for name, gradients in zip(["tower_alone", *RECOMPUTE], results, strict=True):
+        assert gradients.keys() == expected.keys(), name
+        for parameter, gradient in gradients.items():
+            assert torch.allclose(gradient, expected[parameter], rtol=1e-5, atol=1e-7), f"{name}: {parameter}"
+    assert all(gradient.abs().max() > 0 for gradient in expected.values())
+
+
+def test_frozen_parts_stay_as_they_are_and_others_change(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    changed = ranks.run(changed_parameters, tiny_qwen3_vl, PACKS, FROZEN["tower"], num_ranks=1)[0]
+    assert not any(name.startswith("visual.") for name in changed)
+    assert "language_model.embedding.word_embeddings.weight" in changed
+    assert "language_model.decoder.layers.0.self_attention.linear_qkv.weight" in changed
+
+
+def test_a_global_batch_without_labels_changes_nothing_but_decay(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    unlabelled = [Pack(("image",), labelled=0.0), Pack(("text",), labelled=0.0)]
+    before, empty, after = ranks.run(run_steps, tiny_qwen3_vl, 1, [PACKS, unlabelled, PACKS], {"weight_decay": 0.0}, num_ranks=2)[0]
+    assert (empty.loss, empty.labelled_tokens, empty.grad_norm) == (0.0, 0, 0.0)
+    assert math.isfinite(after.loss) and after.loss < before.loss
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    for unchanged, schedule_moved in ranks.run(step_with_nan_on_rank_1, tiny_qwen3_vl, PACKS, num_ranks=2):
+        assert unchanged and not schedule_moved
+
+
+def test_an_error_names_rank_and_rows(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    [message] = ranks.run(broken_micro_batch, tiny_qwen3_vl, num_ranks=1)
+    assert "rank 0" in message and "rows 40, 41" in message and "index" in message
+
+
+def test_decay_spares_biases_and_norms(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    [decayed, spared] = ranks.run(parameters_by_decay, tiny_qwen3_vl, num_ranks=1)[0]
+    assert all(dims > 1 for dims in decayed.values()) and all(dims == 1 for dims in spared.values())
+    assert {"visual.pos_embed.weight", "language_model.embedding.word_embeddings.weight"} <= decayed.keys()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from swiftcp.data.batch import Batch, collate_pack
@@ -93,11 +95,73 @@ def run_steps(folder: Path, cp_size: int, global_batches: Sequence[Sequence[Pack
 
 
 def run_gradients(
-    folder: Path, cp_size: int, packs: Sequence[Pack], values: dict[str, Any], recompute: dict[str, Any]
-) -> dict[str, Tensor]:
-    """On each rank: the reduced gradients of one global batch."""
+    folder: Path, cp_size: int, packs: Sequence[Pack], values: dict[str, Any], recompute: Sequence[dict[str, Any]]
+) -> list[dict[str, Tensor]]:
+    """On each rank: the reduced gradients of one global batch, for each way of recomputation."""
     from swiftcp.parallel.cpu_shim import cpu_mode
 
     with cpu_mode():
-        training = Training(train_config(folder, context_parallel_size=cp_size, **values), **recompute)
-        return training.gradients(packs)
+        config = train_config(folder, context_parallel_size=cp_size, **values)
+        return [Training(config, **mode).gradients(packs) for mode in recompute]
+
+
+def changed_parameters(folder: Path, packs: Sequence[Pack], values: dict[str, Any]) -> list[str]:
+    """Names of the parameters that one optimizer step changes."""
+    from swiftcp.parallel.cpu_shim import cpu_mode
+
+    with cpu_mode():
+        training = Training(train_config(folder, **values))
+        before = {name: p.detach().clone() for name, p in training.model.named_parameters()}
+        training.step(packs)
+        return [name for name, p in training.model.named_parameters() if not torch.equal(before[name], p)]
+
+
+def step_with_nan_on_rank_1(folder: Path, packs: Sequence[Pack]) -> tuple[bool, bool]:
+    """(parameters and moments are unchanged, the schedule moved) behind a step in which rank 1 had a NaN in its gradient."""
+    from swiftcp.parallel.cpu_shim import cpu_mode
+
+    def state() -> list[Tensor]:
+        moments = [value for s in training.optimizer.optimizer.state.values() for value in s.values()]
+        return [tensor.detach().clone() for tensor in [*training.model.parameters(), *moments]]
+
+    with cpu_mode():
+        training = Training(train_config(folder))
+        training.step(packs)
+        before, steps = state(), training.scheduler.num_steps
+        gain = training.model.language_model.decoder.final_layernorm.weight
+        if training.mesh.rank == 1:
+            gain.register_hook(lambda gradient: gradient * float("nan"))
+        record = training.step(packs)
+        assert math.isnan(record.grad_norm)
+        return all(map(torch.equal, before, state())), training.scheduler.num_steps != steps
+
+
+def broken_micro_batch(folder: Path) -> str:
+    """The message of a micro-batch whose token ids are outside of the vocabulary."""
+    from swiftcp.errors import TrainingError
+    from swiftcp.parallel.cpu_shim import cpu_mode
+    from swiftcp.trainers.step import run_micro_batches
+
+    with cpu_mode():
+        training = Training(train_config(folder))
+        samples = [make_sample("text", training.source.hf_config, row=row) for row in (40, 41)]
+        batch = collate_pack(samples, pack_align=PACK_ALIGN, pad_token_id=10**6)
+        try:
+            run_micro_batches(training.runner, iter([batch]), 1)
+        except TrainingError as error:
+            return str(error)
+    raise AssertionError("nothing was raised")
+
+
+def parameters_by_decay(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """Parameters (name: dims) that decay, and those that do not."""
+    from swiftcp.parallel.cpu_shim import cpu_mode
+
+    with cpu_mode():
+        training = Training(train_config(folder, weight_decay=0.5))
+        names = {p: name for name, p in training.model.named_parameters()}
+        groups = training.optimizer.param_groups
+        decayed = {names[p]: p.dim() for group in groups if group["weight_decay"] == 0.5 for p in group["params"]}
+        spared = {names[p]: p.dim() for group in groups if group["weight_decay"] == 0.0 for p in group["params"]}
+        assert len(decayed) + len(spared) == len(names)
+        return decayed, spared

@@ -1,0 +1,63 @@
+"""Floating-point operations that the model itself needs for a micro-batch, and what devices can do.
+
+Counted are matrix products, forward and backward (three times the forward), causal attention as causal, only real tokens, the
+head only where there is a label. What is computed again in the backward pass, and padding, do not count.
+"""
+
+from __future__ import annotations
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from swiftcp.data.batch import IGNORED_LABEL, Batch
+from swiftcp.models.towers import TowerGeometry
+
+PEAK_TFLOPS = {
+    "A100": 312.0,
+    "A800": 312.0,
+    "H100 PCIe": 756.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "H200": 989.0,
+    "L40S": 362.0,
+    "B200": 2250.0,
+}
+"""Dense bfloat16, from the vendor's data sheets, by a part of the device's name; the longest part that matches counts."""
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Peak of one device in bfloat16, or None where it is not known."""
+    matches = [part for part in PEAK_TFLOPS if part in device_name]
+    return PEAK_TFLOPS[max(matches, key=len)] if matches else None
+
+
+def _layer_weights(config: TransformerConfig) -> int:
+    """Entries of one decoder layer's matrices."""
+    heads = config.num_attention_heads * config.kv_channels
+    groups = config.num_query_groups * config.kv_channels
+    attention = config.hidden_size * (2 * heads + 2 * groups)
+    return attention + 3 * config.hidden_size * config.ffn_hidden_size
+
+
+def decoder_flops(config: TransformerConfig, lengths: tuple[int, ...]) -> float:
+    """Forward pass of the decoder's layers over samples of these true lengths."""
+    linear = 2 * _layer_weights(config) * sum(lengths)
+    # two products of [L, d] and [d, L], half of each behind the causal mask: 2 * (2 * L * L * d) / 2 a head
+    attention = 2 * config.num_attention_heads * config.kv_channels * sum(length * length for length in lengths)
+    return float(config.num_layers * (linear + attention))
+
+
+def tower_flops(geometry: TowerGeometry, frames: list[tuple[int, int]]) -> float:
+    """Forward pass of the vision tower's layers over frames of (rows, columns) of patches."""
+    multiplications = 2 * geometry.hidden_size * sum(geometry.frame_cost(rows * columns) for rows, columns in frames)
+    return float(2 * geometry.num_layers * multiplications)
+
+
+def training_flops(config: TransformerConfig, geometry: TowerGeometry | None, vocab_size: int, batch: Batch) -> float:
+    """Forward and backward pass of one micro-batch."""
+    num_labels = int(((batch.labels_BS != IGNORED_LABEL) & (batch.weights_BS > 0)).sum())
+    forward = decoder_flops(config, batch.lengths) + 2 * config.hidden_size * vocab_size * num_labels
+    if geometry is not None and batch.visual is not None:
+        frames = [(rows, columns) for time, rows, columns in batch.visual.grid_thw.tolist() for _ in range(time)]
+        forward += tower_flops(geometry, frames)
+    return 3.0 * forward
