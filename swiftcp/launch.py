@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
 
 from swiftcp.errors import ConfigError, PreemptedError
@@ -39,7 +40,9 @@ def free_port() -> int:
 
 
 def count_gpus(environment: Mapping[str, str]) -> int:
-    """GPUs that a process with this environment may use, without importing torch."""
+    """GPUs that torch in a process with this environment may use, without importing it."""
+    if metadata.version("torch").endswith("+cpu"):
+        return 0
     present = len([device for device in Path("/dev").glob("nvidia*") if device.name[6:].isdigit()])
     if present == 0 and (tool := shutil.which("nvidia-smi")):
         listing = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=30, check=False)
@@ -122,9 +125,12 @@ class _Ranks:
         return [process for process in self.processes if process.poll() is None]
 
     def failure(self) -> tuple[int, int] | None:
-        """(local rank, exit code) of a rank that failed."""
+        """(local rank, exit code) of a rank that failed. One that saved a checkpoint and stopped did not: the others do so too."""
         codes = [process.poll() for process in self.processes]
-        return next(((rank, code) for rank, code in enumerate(codes) if code), None)
+        return next(((rank, code) for rank, code in enumerate(codes) if code not in (None, 0, PreemptedError.exit_code)), None)
+
+    def preempted(self) -> bool:
+        return any(process.returncode == PreemptedError.exit_code for process in self.processes)
 
     def signal(self, signum: int) -> None:
         for process in self.alive():
@@ -186,16 +192,16 @@ def _supervise(ranks: _Ranks, received: Sequence[int], grace_seconds: float) -> 
         _stop_others(ranks, failure, grace_seconds, silent=bool(received))
     if signal.SIGINT in received:
         return 130
-    if failure is None:
-        return 128 + received[-1] if ranks.alive() else 0
-    return _exit_code(failure[1])
+    if failure is not None:
+        return _exit_code(failure[1])
+    if ranks.alive():
+        return 128 + received[-1]
+    return PreemptedError.exit_code if ranks.preempted() else 0
 
 
 def _stop_others(ranks: _Ranks, failure: tuple[int, int], grace_seconds: float, *, silent: bool) -> None:
     local_rank, code = failure
-    if code == PreemptedError.exit_code:
-        ranks.wait(grace_seconds)  # the others are about to end the same way
-    elif not silent and code != ConfigError.exit_code and len(ranks.processes) > 1:
+    if not silent and code != ConfigError.exit_code and len(ranks.processes) > 1:
         _report(local_rank, code)
     ranks.signal(signal.SIGTERM)
     ranks.wait(grace_seconds)

@@ -124,7 +124,7 @@ time.sleep(600)
 
 def test_a_preempted_run_lets_all_ranks_end(tmp_path):
     text = "time.sleep(0.5 * rank); note(f'rank{rank}'); sys.exit(75)"
-    assert launch_local([], 2, prefix=program(tmp_path, text)) == 75
+    assert launch_local([], 2, prefix=program(tmp_path, text), grace_seconds=0) == 75
     assert (tmp_path / "rank1").exists()
 
 
@@ -175,6 +175,12 @@ def test_gpus_are_counted_without_torch(monkeypatch, tmp_path):
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,2"}) == 2
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "0,-1,2"}) == 1
     assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}) == 0
+
+
+def test_a_torch_without_cuda_uses_no_gpus(monkeypatch):
+    monkeypatch.setattr("swiftcp.launch.metadata.version", lambda package: "2.11.0+cpu")
+    monkeypatch.setattr("swiftcp.launch.Path", lambda path: pytest.fail("looked for devices"))
+    assert count_gpus({}) == 0
 
 
 def test_no_gpus(monkeypatch, tmp_path):
