@@ -59,6 +59,14 @@ def _at(values_BS: Tensor, slots: Tensor) -> Tensor:
     return values_BS.t().flatten()[slots]
 
 
+def local_labels(batch: Batch, *, cp_size: int, cp_rank: int) -> tuple[Tensor, Tensor]:
+    """This rank's part of the labels and their weights, [B, S]. They were shifted on the full stream, before this cut."""
+    labels_BS = split_cp_inputs(batch.labels_BS, batch.cu_seqlens, -1, cp_size=cp_size, cp_rank=cp_rank)
+    weights_BS = split_cp_inputs(batch.weights_BS, batch.cu_seqlens, -1, cp_size=cp_size, cp_rank=cp_rank)
+    assert labels_BS is not None and weights_BS is not None
+    return labels_BS, weights_BS
+
+
 def make_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> ModelInputs:
     """Cut one micro-batch for this rank and send it to the rank's device.
 
@@ -80,7 +88,7 @@ def make_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> Mod
 
     rows, num_tokens = batch.input_ids_BS.shape
     stream_positions_BT = torch.arange(rows * num_tokens).view(rows, num_tokens)
-    labels_BS, weights_BS = local(batch.labels_BS), local(batch.weights_BS)
+    labels_BS, weights_BS = local_labels(batch, cp_size=mesh.cp_size, cp_rank=mesh.cp_rank)
     label_slots = _slots((labels_BS != IGNORED_LABEL) & (weights_BS > 0))
 
     feature_BT = torch.full((rows * num_tokens,), -1)

@@ -13,14 +13,14 @@ Legend: U frames, P patches, D values of a patch, V merged features of the micro
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from swiftcp.data.batch import VisualItems
 from swiftcp.parallel.collectives import gather_first_dim
@@ -37,10 +37,20 @@ class TowerGeometry:
     num_layers: int
     hidden_size: int
     intermediate_size: int
+    prepare: Callable[[Tensor], dict[str, Any]]
+    """What else the tower's `encode` takes for [U, 3] grids of single frames, computed on the host."""
 
     def frame_cost(self, num_patches: int) -> int:
         """Proportional to the multiplications of one layer: linear layers, and attention inside the frame, quadratic."""
         return num_patches * (2 * self.hidden_size + self.intermediate_size + num_patches)
+
+
+class Tower(Protocol):
+    """A vision tower of `transformers`, with the one method that this module calls."""
+
+    def encode(self, patches_PD: Tensor, grid_thw: Tensor, prepared: dict[str, Any]) -> Tensor:
+        """[features, 1 + levels, H]: the main features, then the deepstack levels."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -50,6 +60,8 @@ class TowerWork:
     patches_PD: Tensor
     grid_thw: Tensor
     """[U, 3], one frame each."""
+    prepared: dict[str, Any]
+    """See `TowerGeometry.prepare`."""
     num_features: int
     """Features of this rank that count; 0 for the dummy frame."""
     gathered_rows: int
@@ -62,6 +74,7 @@ class TowerWork:
         return TowerWork(
             self.patches_PD.to(device, non_blocking=True),
             self.grid_thw,
+            {name: value.to(device, non_blocking=True) if hasattr(value, "to") else value for name, value in self.prepared.items()},
             self.num_features,
             self.gathered_rows,
             self.feature_rows_V.to(device, non_blocking=True),
@@ -108,37 +121,21 @@ def plan_tower_work(items: VisualItems | None, geometry: TowerGeometry, *, num_r
     return TowerWork(
         patches_PD=patches,
         grid_thw=grid,
+        prepared=geometry.prepare(grid),
         num_features=sum(merged[f] for f in mine),
         gathered_rows=gathered_rows,
         feature_rows_V=torch.cat(feature_rows) if feature_rows else torch.empty(0, dtype=torch.int64),
     )
 
 
-def encode(tower: nn.Module, work: TowerWork, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
+def encode(tower: Tower, work: TowerWork, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
     """Features of all the micro-batch's images and videos, on every rank of the group.
 
     Returns:
         [V, 1 + levels, H] in `dtype`: the main features, then the deepstack levels.
     """
-    output: Any = tower(work.patches_PD, grid_thw=work.grid_thw, return_dict=True)
-    local = torch.stack([output.pooler_output, *output.deepstack_features], dim=1).to(dtype)[: work.num_features]
+    local = tower.encode(work.patches_PD, work.grid_thw, work.prepared).to(dtype)[: work.num_features]
     if group.size() > 1:
         padding = work.gathered_rows - work.num_features
         local = gather_first_dim(F.pad(local, (0, 0, 0, 0, 0, padding)), group)
     return local.index_select(0, work.feature_rows_V)
-
-
-class LinearPatchEmbedding(nn.Module):
-    """A Conv3d whose kernel is its stride, as the matrix product that it is (34 times faster on one GPU, the same numbers of parameters).
-
-    `proj` keeps the convolution's parameters under their names and shapes.
-    """
-
-    def __init__(self, convolution: nn.Conv3d) -> None:
-        super().__init__()
-        self.proj = convolution
-
-    def forward(self, patches_PD: Tensor) -> Tensor:
-        """[P, channels * time * height * width] flattened patches -> [P, hidden]."""
-        weight = self.proj.weight
-        return F.linear(patches_PD.to(weight.dtype), weight.flatten(1), self.proj.bias)

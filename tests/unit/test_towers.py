@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from swiftcp.data.batch import VisualItems
-from swiftcp.models.towers import LinearPatchEmbedding, TowerGeometry, plan_tower_work, spread_frames
+from swiftcp.models.tower_layers import FrameLayout, LinearPatchEmbedding, frame_attention
+from swiftcp.models.towers import TowerGeometry, plan_tower_work, spread_frames
 
-GEOMETRY = TowerGeometry(merge_size=2, patch_values=3, num_layers=1, hidden_size=4, intermediate_size=8)
+GEOMETRY = TowerGeometry(merge_size=2, patch_values=3, num_layers=1, hidden_size=4, intermediate_size=8, prepare=lambda grid: {})
 
 
 def items(*grids: tuple[int, int, int]) -> VisualItems:
@@ -65,3 +66,17 @@ def test_the_patch_embedding_equals_its_convolution() -> None:
     patches = torch.randn(5, 3 * 2 * 4 * 4)
     expected = convolution(patches.view(5, 3, 2, 4, 4)).view(5, 8)
     assert (LinearPatchEmbedding(convolution)(patches) - expected).abs().max() < 1e-5
+
+
+def test_attention_stays_inside_each_frame() -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [4, 8, 4, 12, 8]
+    query, key, value = (torch.randn(sum(sizes), 2, 16, generator=generator) for _ in range(3))
+    output = frame_attention(query, key, value, FrameLayout.of(sizes), 0.25)
+    start = 0
+    for size in sizes:
+        here = slice(start, start + size)
+        scores = torch.einsum("qhd,khd->hqk", query[here], key[here]) * 0.25
+        expected = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[here])
+        assert (output[here] - expected).abs().max() < 1e-6
+        start += size

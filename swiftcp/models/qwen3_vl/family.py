@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -11,8 +12,9 @@ from swiftcp.checkpoint.name_table import NameTable
 from swiftcp.errors import ConfigError
 from swiftcp.models.qwen3_vl.names import qwen3_vl_name_table
 from swiftcp.models.qwen3_vl.positions import qwen3_vl_position_ids
+from swiftcp.models.qwen3_vl.tower import Qwen3VLTower, prepare
 from swiftcp.models.rotary import MultimodalRotary
-from swiftcp.models.towers import LinearPatchEmbedding, TowerGeometry
+from swiftcp.models.towers import TowerGeometry
 
 
 def expect(key: str, value: Any, built: Any) -> None:
@@ -69,11 +71,7 @@ class Qwen3VL:
         return MultimodalRotary(text.head_dim, rope["rope_theta"], rope["mrope_section"])
 
     def build_tower(self, hf_config: Any) -> nn.Module:
-        from transformers import Qwen3VLVisionModel
-
-        tower = Qwen3VLVisionModel._from_config(hf_config.vision_config, attn_implementation="sdpa")
-        tower.patch_embed = LinearPatchEmbedding(tower.patch_embed.proj)
-        return tower
+        return Qwen3VLTower._from_config(hf_config.vision_config)
 
     def tower_geometry(self, hf_config: Any) -> TowerGeometry:
         vision = hf_config.vision_config
@@ -83,6 +81,7 @@ class Qwen3VL:
             num_layers=vision.depth,
             hidden_size=vision.hidden_size,
             intermediate_size=vision.intermediate_size,
+            prepare=partial(prepare, vision),
         )
 
     def position_ids(self, hf_config: Any, input_ids_L: Tensor, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> Tensor:

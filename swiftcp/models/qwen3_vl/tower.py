@@ -1,0 +1,66 @@
+"""Qwen3-VL's vision tower: that of `transformers`, with its attention and patch embedding made for many frames at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionAttention, Qwen3VLVisionModel, apply_rotary_pos_emb_vision
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+from swiftcp.models.tower_layers import FrameLayout, LinearPatchEmbedding, frame_attention
+
+
+class _Attention(nn.Module):
+    """The tower's attention, without a loop over frames. Parameters keep their names."""
+
+    def __init__(self, attention: Qwen3VLVisionAttention) -> None:
+        super().__init__()
+        self.qkv, self.proj = attention.qkv, attention.proj
+        self.num_heads, self.scaling = attention.num_heads, attention.scaling
+
+    def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], frames: FrameLayout, **_: Any) -> Tensor:
+        """[P, hidden] -> [P, hidden]."""
+        query, key, value = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1)).unbind(1)
+        query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
+        return self.proj(frame_attention(query, key, value, frames, self.scaling).flatten(1))
+
+
+class Qwen3VLTower(Qwen3VLVisionModel):
+    """See `swiftcp.models.towers.Tower`."""
+
+    def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
+        super().__init__(config, *inputs, **kwargs)
+        self.patch_embed = LinearPatchEmbedding(self.patch_embed.proj)
+        for block in self.blocks:
+            block.attn = _Attention(block.attn)
+
+    def encode(self, patches_PD: Tensor, grid_thw: Tensor, prepared: dict[str, Any]) -> Tensor:
+        """[features, 1 + levels, H]: the main features, then the deepstack levels."""
+        output = self(patches_PD, grid_thw=grid_thw, return_dict=True, **prepared)
+        return torch.stack([output.pooler_output, *output.deepstack_features], dim=1)
+
+
+def prepare(vision_config: Any, grid_thw: Tensor) -> dict[str, Any]:
+    """What the tower's forward pass would compute from the grids, on the host: positions, interpolation, frames.
+
+    Args:
+        grid_thw: [U, 3], one frame each.
+    """
+    indices, weights = get_vision_interpolation_indices_and_weights(
+        grid_thw,
+        num_grid_per_side=int(vision_config.num_position_embeddings**0.5),
+        mode="bilinear",
+        align_corners=True,
+        spatial_merge_size=vision_config.spatial_merge_size,
+    )
+    frames = FrameLayout.of(grid_thw.prod(-1).tolist())
+    return {
+        "interp_indices": indices,
+        "interp_weights": weights,
+        "position_ids": get_vision_position_ids(grid_thw, vision_config.spatial_merge_size),
+        "cu_seqlens": frames.cu_seqlens,
+        "max_seqlen": frames.max_patches,
+        "frames": frames,
+    }
