@@ -148,8 +148,14 @@ def image_size(source: MediaSource, folder: Path, access: MediaAccess) -> tuple[
         MediaError: the header cannot be read.
     """
     with _opened(source, folder, access) as image:
-        turned = image.getexif().get(_ORIENTATION_TAG) in (5, 6, 7, 8)
-        return (image.width, image.height) if turned else (image.height, image.width)
+        return (image.width, image.height) if _orientation(image) >= 5 else (image.height, image.width)
+
+
+def _orientation(image: Image.Image) -> int:
+    """EXIF's figure: 1 is upright, from 5 on height and width are exchanged. Only a header is looked at."""
+    if image.format == "PNG" and "exif" not in image.info:
+        return 1  # Pillow would decode the pixels to see whether it comes behind them
+    return image.getexif().get(_ORIENTATION_TAG, 1)
 
 
 def check_image(source: MediaSource, folder: Path, access: MediaAccess) -> None:
@@ -172,7 +178,7 @@ def read_image(source: MediaSource, folder: Path, access: MediaAccess) -> Image.
     with _opened(source, folder, access) as image:
         if getattr(image, "is_animated", False):
             logger.info("image %s has several frames: the first is used", label(source))
-        return to_rgb(ImageOps.exif_transpose(image))
+        return to_rgb(image if _orientation(image) == 1 else ImageOps.exif_transpose(image))
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -13,7 +13,10 @@ from typing import Any
 import av
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
+from swiftcp.data.encode import RowEncoder
+from swiftcp.models.qwen3_vl.positions import qwen3_vl_position_ids
 from swiftcp.models.tiny import write_tiny
 
 
@@ -31,6 +34,19 @@ def processor() -> Any:
     from transformers import AutoProcessor
 
     return AutoProcessor.from_pretrained(checkpoint())
+
+
+def encoder(**options: Any) -> RowEncoder:
+    """Of the tiny checkpoint; `options` as `RowEncoder` takes them."""
+    tokens = processor()
+    position_ids = functools.partial(
+        _positions, image_token_id=tokens.image_token_id, video_token_id=tokens.video_token_id, merge=tokens.image_processor.merge_size
+    )
+    return RowEncoder(tokens, position_ids, **options)
+
+
+def _positions(ids: Tensor, images: Tensor | None, videos: Tensor | None, *, merge: int, **tokens: int) -> Tensor:
+    return qwen3_vl_position_ids(ids, images, videos, spatial_merge_size=merge, **tokens)
 
 
 def write_jsonl(path: Path, rows: Sequence[Any]) -> Path:

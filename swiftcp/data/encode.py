@@ -1,0 +1,177 @@
+"""Rows to samples: rendered text with its placeholders expanded, token ids, labels, weights, positions and patches.
+
+One path leads to the ids, whether only their number is asked for (`length`, which decodes no pixel) or the whole sample (`encode`).
+A token is trained if every one of its characters is; what the processor puts in the place of a medium never is.
+
+Legend: L tokens of the sample, C characters of its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from swiftcp.data.batch import IGNORED_LABEL, Sample, VisualItems
+from swiftcp.data.chat import ChatTemplate, Rendered
+from swiftcp.data.media import MediaAccess
+from swiftcp.data.rows import Row, RowError
+from swiftcp.data.visuals import MediaLimits, MediaPlan, Visuals, limit_processor
+from swiftcp.errors import ConfigError, DataError
+
+Mode = Literal["sft", "pt"]
+TruncationStrategy = Literal["raise", "delete"]
+PositionIds = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+"""(input_ids_L, image_grid_thw, video_grid_thw) -> [3, L], by the model family's rule."""
+
+
+class RowEncoder:
+    """Turns rows into samples for one checkpoint. It can be sent to worker processes if `position_ids` can."""
+
+    def __init__(
+        self,
+        processor: Any,
+        position_ids: PositionIds,
+        *,
+        mode: Mode = "sft",
+        max_length: int | None = None,
+        truncation_strategy: TruncationStrategy = "raise",
+        limits: MediaLimits | None = None,
+        access: MediaAccess | None = None,
+    ) -> None:
+        """
+        Args:
+            processor: the checkpoint's, from `AutoProcessor`; it is not changed.
+            max_length: tokens of the longest sample; rows above it are the data set's to treat, by `truncation_strategy`.
+
+        Raises:
+            ConfigError: the limits contradict each other, or the tokenizer knows no offsets.
+        """
+        if not processor.tokenizer.is_fast:
+            raise ConfigError("the checkpoint's tokenizer is a slow one, which cannot tell where tokens lie: add its tokenizer.json")
+        self.mode = mode
+        self.max_length = max_length
+        self.truncation_strategy = truncation_strategy
+        self._processor = limit_processor(processor, limits or MediaLimits())
+        self._position_ids = position_ids
+        self._template = ChatTemplate(self._processor)
+        self._visuals = Visuals(self._processor, access or MediaAccess())
+
+    @property
+    def pad_token_id(self) -> int:
+        """What fills padding; no mask is ever inferred from it."""
+        tokenizer = self._processor.tokenizer
+        return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+    def length(self, row: Row) -> int:
+        """Tokens of the row's sample, from its text and the headers of its media.
+
+        Raises:
+            RowError: the row cannot become a sample.
+        """
+        with _naming(row):
+            rendered, plan = self._render(row), self._visuals.plan(row)
+            text, _ = self._expand(rendered, plan)
+            return len(self._tokenize(text)["input_ids"])
+
+    def check_media(self, row: Row) -> None:
+        """Decode every image, and the first frame of every video.
+
+        Raises:
+            RowError: a file is broken.
+        """
+        with _naming(row):
+            self._visuals.check(row)
+
+    def encode(self, row: Row, index: int) -> Sample:
+        """The sample of the row at `index` of the data set.
+
+        Raises:
+            RowError: the row cannot become a sample.
+        """
+        with _naming(row):
+            rendered, plan = self._render(row), self._visuals.plan(row)
+            text, weights_C = self._expand(rendered, plan)
+            tokens = self._tokenize(text)
+            input_ids_L = torch.tensor(tokens["input_ids"], dtype=torch.int64)
+            labels_L, weights_L = _label(input_ids_L, np.array(tokens["offset_mapping"]).reshape(-1, 2), weights_C)
+            labels_L[torch.isin(input_ids_L, self._media_token_ids())] = IGNORED_LABEL
+            return Sample(
+                row=index,
+                input_ids_L=input_ids_L,
+                labels_L=labels_L,
+                weights_L=torch.where(labels_L == IGNORED_LABEL, 0.0, weights_L),
+                position_ids_3L=self._position_ids(input_ids_L, _or_none(plan.image_grid_thw), _or_none(plan.video_grid_thw)),
+                visual=self._visual_items(row, plan, input_ids_L) if row.images or row.videos else None,
+            )
+
+    def _render(self, row: Row) -> Rendered:
+        rendered = self._template.sft(row) if self.mode == "sft" else self._template.pt(row)
+        for kind, token, parts in (("image", self._processor.image_token, row.images), ("video", self._processor.video_token, row.videos)):
+            if rendered.text.count(token) != len(parts):
+                raise DataError(
+                    f"the checkpoint's chat template writes {rendered.text.count(token)} of the row's {len(parts)} {kind}s:"
+                    " put media into user messages"
+                )
+        return rendered
+
+    def _expand(self, rendered: Rendered, plan: MediaPlan) -> tuple[str, np.ndarray]:
+        """The text with its placeholders expanded, and the weight of each of its C characters, -1 where not trained."""
+        before_C = np.full(len(rendered.text), -1.0, dtype=np.float32)
+        for span in rendered.spans:
+            before_C[span.start : span.end] = span.weight
+        images, videos = self._visuals.replacements(plan)
+        (text,), (replaced,) = self._processor.get_text_with_replacements([rendered.text], images, videos)
+        after_C = np.full(len(text), -1.0, dtype=np.float32)
+        old = new = 0
+        for replacement in [*replaced, {"span": (len(before_C),) * 2, "new_span": (len(after_C),) * 2}]:
+            after_C[new : replacement["new_span"][0]] = before_C[old : replacement["span"][0]]
+            old, new = replacement["span"][1], replacement["new_span"][1]
+        return text, after_C
+
+    def _tokenize(self, text: str) -> Any:
+        """As `apply_chat_template` does: no second token for the text's beginning. A text for pre-training gets none at all."""
+        tokenizer = self._processor.tokenizer
+        begun = tokenizer.bos_token is not None and text.startswith(tokenizer.bos_token)
+        return tokenizer(text, add_special_tokens=self.mode == "sft" and not begun, return_offsets_mapping=True, verbose=False)
+
+    def _media_token_ids(self) -> Tensor:
+        """Ids of placeholders and of the markers around them."""
+        names = [name for name in vars(self._processor) if name.endswith("_token_id")]
+        return torch.tensor([token for name in names if (token := getattr(self._processor, name)) is not None])
+
+    def _visual_items(self, row: Row, plan: MediaPlan, input_ids_L: Tensor) -> VisualItems:
+        """Images first, then videos; each kind in the order of its placeholders."""
+        processor = self._processor
+        places = [(input_ids_L == token).nonzero().flatten() for token in (processor.image_token_id, processor.video_token_id)]
+        for positions, grid_thw in zip(places, (plan.image_grid_thw, plan.video_grid_thw), strict=True):
+            assert positions.numel() == grid_thw.prod(1).sum() // processor.image_processor.merge_size**2
+        return VisualItems(self._visuals.patches(row, plan), torch.cat([plan.image_grid_thw, plan.video_grid_thw]), torch.cat(places))
+
+
+@contextmanager
+def _naming(row: Row) -> Iterator[None]:
+    """Errors about data get the row's file and line."""
+    try:
+        yield
+    except RowError:
+        raise
+    except DataError as error:
+        raise row.error(str(error)) from None
+
+
+def _label(input_ids_L: Tensor, offsets_L2: np.ndarray, weights_C: np.ndarray) -> tuple[Tensor, Tensor]:
+    """Labels and weights [L] of tokens that lie at `offsets_L2` in a text with the weights `weights_C` (-1 where not trained)."""
+    starts, ends = offsets_L2.T
+    num_trained = np.concatenate([[0], np.cumsum(weights_C >= 0)])
+    whole = (ends > starts) & (num_trained[ends] - num_trained[starts] == ends - starts)
+    weights = np.where(whole, weights_C[np.minimum(starts, len(weights_C) - 1)], 0.0).astype(np.float32)
+    return torch.where(torch.from_numpy(whole), input_ids_L, IGNORED_LABEL), torch.from_numpy(weights)
+
+
+def _or_none(grid_thw: Tensor) -> Tensor | None:
+    return grid_thw if len(grid_thw) else None
