@@ -174,8 +174,8 @@ class RecomputeConfig(Concern):
 
     panel = "Recomputation"
 
-    recompute_granularity: Literal["none", "selective", "full"] = "selective"
-    """What to recompute: `selective` the `recompute_modules` of each layer, `full` whole layers."""
+    recompute_granularity: Literal["none", "selective", "full"] = "none"
+    """What to recompute: `selective` the `recompute_modules` of each layer, `full` whole layers (Megatron-SWIFT's default is selective)."""
     recompute_method: Literal["uniform", "block"] | None = None
     """With `full`: all layers in groups of `recompute_num_layers`, or only the first `recompute_num_layers`. Default: uniform."""
     recompute_num_layers: PositiveInt | None = None

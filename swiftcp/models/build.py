@@ -61,24 +61,31 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def build_model(family: Family, hf_config: Any, config: TransformerConfig, mesh: Mesh, *, backend: Backend) -> MultimodalGPTModel:
-    """The model on the mesh's device, its weights not yet set (see `swiftcp.checkpoint`). On a CPU: inside `cpu_mode()`."""
-    with torch.device(mesh.device):
-        tower = family.build_tower(hf_config)
-    _cast_parameters(tower, config.params_dtype)
+def build_model(
+    family: Family, hf_config: Any, config: TransformerConfig, mesh: Mesh, *, backend: Backend, device: torch.device | None = None
+) -> MultimodalGPTModel:
+    """The model with its weights not yet set (see `swiftcp.checkpoint`). On a CPU: inside `cpu_mode()`.
+
+    Args:
+        device: where the parameters live; the mesh's device where left out, `meta` to see shapes alone.
+    """
     vocab_size = family.vocab_size(hf_config)
-    model = MultimodalGPTModel(
-        config,
-        decoder_spec(config, backend),
-        tower=tower,
-        rotary=family.rotary(hf_config),
-        cp_group=mesh.cp_group,
-        vocab_size=vocab_size,
-        padded_vocab_size=vocab_size,
-        max_sequence_length=family.max_sequence_length(hf_config),
-        tied_head=family.tied_head(hf_config),
-    )
-    return model.to(mesh.device)
+    rotary = family.rotary(hf_config)
+    with torch.device(device or mesh.device):
+        tower = family.build_tower(hf_config)
+        model = MultimodalGPTModel(
+            config,
+            decoder_spec(config, backend),
+            tower=tower,
+            rotary=rotary,
+            cp_group=mesh.cp_group,
+            vocab_size=vocab_size,
+            padded_vocab_size=vocab_size,
+            max_sequence_length=family.max_sequence_length(hf_config),
+            tied_head=family.tied_head(hf_config),
+        )
+    _cast_parameters(tower, config.params_dtype)
+    return model
 
 
 def freeze(model: MultimodalGPTModel, family: Family, *, llm: bool, vit: bool, aligner: bool) -> None:

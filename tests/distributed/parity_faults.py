@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ def contiguous_partition() -> None:
     def index(cu_seqlens: Tensor, num_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
         ends = cu_seqlens.tolist()
         runs = []
-        for start, end in zip(ends[:-1], ends[1:], strict=True):
+        for start, end in itertools.pairwise(ends):
             length = (end - start) // cp_size
             runs.append(torch.arange(start + cp_rank * length, start + (cp_rank + 1) * length))
         return torch.cat(runs)
