@@ -32,7 +32,8 @@ def test_defaults_that_depend_on_model_and_machine(tmp_path):
     config = resolved.config
     assert (config.max_length, config.packing_length, config.num_train_epochs, config.eval_steps) == (4096, 4096, 1, 500)
     assert (config.torch_dtype, config.device, config.use_distributed_optimizer, config.nproc_per_node) == ("float32", "cpu", False, 2)
-    assert config.recompute_modules == ["core_attn"]
+    assert (config.recompute_granularity, config.recompute_modules) == ("none", None)
+    assert valid(tmp_path, "--recompute_granularity", "selective").config.recompute_modules == ["core_attn"]
     assert str(resolved.origins["max_length"]) == "default: max_position_embeddings of the model"
 
 

@@ -16,7 +16,7 @@ HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, LAYERS = 8, 12, 4, 2, 3, 5
 CONFIG: Any = SimpleNamespace(
     hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=HEADS, num_query_groups=GROUPS, kv_channels=HEAD_DIM, num_layers=LAYERS
 )
-GEOMETRY = TowerGeometry(merge_size=2, patch_values=6, num_layers=3, hidden_size=4, intermediate_size=7)
+GEOMETRY = TowerGeometry(merge_size=2, patch_values=6, num_layers=3, hidden_size=4, intermediate_size=7, prepare=lambda grid: {})
 
 
 def product(rows: int, inner: int, columns: int) -> int:
