@@ -7,6 +7,7 @@ All tensors are on the host.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -119,14 +120,16 @@ def _place(samples: Sequence[Sample], shape: tuple[int, int], offsets: Sequence[
 def collate_pack(samples: Sequence[Sample], *, pack_align: int, pad_token_id: int, total_length: int | None = None) -> Batch:
     """One packed micro-batch: each sample padded to a multiple of `pack_align`, one after the other.
 
-    `total_length` pads the pack's end up to that many tokens, as one more sequence without labels.
+    `total_length` pads the pack's end up to that many tokens, as one more sequence without labels. Without samples the micro-batch
+    is a filler: `total_length` tokens of padding, or `pack_align`.
 
     Raises:
         ValueError: the samples do not fit `total_length`, or it is no multiple of `pack_align`.
     """
     padded = [_round_up(len(s), pack_align) for s in samples]
-    offsets = [sum(padded[:i]) for i in range(len(padded))]
-    rest = 0 if total_length is None else total_length - sum(padded)
+    offsets = list(itertools.accumulate(padded, initial=0))[:-1]
+    total_length = total_length or sum(padded) or pack_align
+    rest = total_length - sum(padded)
     if rest < 0 or rest % pack_align:
         raise ValueError(
             f"{len(samples)} samples of {sum(padded)} padded tokens do not fill {total_length} tokens in steps of {pack_align}"
@@ -135,7 +138,7 @@ def collate_pack(samples: Sequence[Sample], *, pack_align: int, pad_token_id: in
         padded.append(rest)
     cu_seqlens = torch.tensor([0, *padded]).cumsum(0).to(torch.int32)
     return Batch(
-        **_place(samples, (1, sum(padded)), offsets, pad_token_id),
+        **_place(samples, (1, total_length), offsets, pad_token_id),
         cu_seqlens=cu_seqlens,
         max_seqlen=max(padded),
         lengths=tuple(len(s) for s in samples),
@@ -144,12 +147,16 @@ def collate_pack(samples: Sequence[Sample], *, pack_align: int, pad_token_id: in
     )
 
 
-def collate_rows(samples: Sequence[Sample], *, pack_align: int, pad_token_id: int) -> Batch:
-    """One padded micro-batch: a row a sample, all padded to the longest, rounded up to `pack_align`."""
-    num_tokens = _round_up(max(len(s) for s in samples), pack_align)
+def collate_rows(samples: Sequence[Sample], *, pack_align: int, pad_token_id: int, num_rows: int | None = None) -> Batch:
+    """One padded micro-batch: a row a sample, all padded to the longest, rounded up to `pack_align`.
+
+    `num_rows` adds rows of padding up to that many; without samples all of them, or one, are a filler.
+    """
+    num_tokens = _round_up(max((len(s) for s in samples), default=1), pack_align)
+    num_rows = num_rows or len(samples) or 1
     offsets = [i * num_tokens for i in range(len(samples))]
     return Batch(
-        **_place(samples, (len(samples), num_tokens), offsets, pad_token_id),
+        **_place(samples, (num_rows, num_tokens), offsets, pad_token_id),
         cu_seqlens=None,
         max_seqlen=num_tokens,
         lengths=tuple(len(s) for s in samples),
