@@ -42,9 +42,14 @@ def new_folder(final: Path) -> Iterator[Path]:
         raise
 
 
+def aside_of(final: Path) -> Path:
+    """Where a folder is filled before it gets its name."""
+    return final.with_name(final.name + UNFINISHED)
+
+
 def start_folder(final: Path) -> Path:
     """An empty folder beside `final`, to be filled and then published under its name."""
-    aside = final.with_name(final.name + UNFINISHED)
+    aside = aside_of(final)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     return aside
@@ -64,7 +69,7 @@ def publish_folder(aside: Path, final: Path) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder so that a crash leaves no half of it under its name."""
-    aside = folder.with_name(folder.name + UNFINISHED)
+    aside = aside_of(folder)
     folder.rename(aside)
     flush(folder.parent)
     shutil.rmtree(aside)

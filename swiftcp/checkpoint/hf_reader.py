@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from swiftcp.checkpoint.name_table import NameTable, Rule
+from swiftcp.checkpoint.unwrap import unwrap
 from swiftcp.errors import WeightsError
 
 logger = logging.getLogger(__name__)
@@ -130,10 +131,8 @@ def _some(names: Iterable[str]) -> str:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and saved buffer by its name in the bare model, whatever wraps it (DDP, a precision module)."""
-    while isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module  # type: ignore[assignment]
-    state = model.state_dict(keep_vars=True)
+    """Every parameter and saved buffer by its name in the bare model, whatever wraps it."""
+    state = unwrap(model).state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, Tensor) and not name.endswith("_extra_state")}
 
 

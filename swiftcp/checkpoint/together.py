@@ -13,7 +13,12 @@ from swiftcp.errors import CheckpointError
 
 def is_first_rank() -> bool:
     """True on the rank that writes what is written once; True without a process group."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank_and_size()[0] == 0
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This rank and the number of ranks; (0, 1) without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def gather_all(value: Any) -> list[Any]:

@@ -1,0 +1,113 @@
+"""A resumed run is the uninterrupted one, to the bit; under another layout, to 1e-5; and a failed save fails everywhere."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from swiftcp.checkpoint.catalog import completed, find_problems, step_folder
+from tests.distributed.checkpoint_harness import Recipe, Record, run
+from tests.distributed.ranks import RankError
+
+NO_SAVES = Path("/nonexistent")
+RECIPES = {
+    "cp1": (Recipe(), 1),
+    "cp2": (Recipe(cp_size=2), 2),
+    "dp2": (Recipe(), 2),
+    "frozen_tower": (Recipe(values={"freeze_vit": True}), 1),
+    "two_learning_rates": (Recipe(two_learning_rates=True), 1),
+    "bfloat16": (Recipe(values={"torch_dtype": "bfloat16"}), 1),
+}
+
+
+def uninterrupted(ranks: Any, folder: Path, recipe: Recipe, num_ranks: int, until: int = 6) -> list[list[Record]]:
+    return ranks.run(run, folder, NO_SAVES, until, replace(recipe, save_steps=100), num_ranks=num_ranks)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_case_34_two_resumes_are_bitwise_the_uninterrupted_run(ranks, tiny_qwen3_vl, tmp_path, name):
+    """Losses, gradient norms, learning rates, weight decay and every random number."""
+    recipe, num_ranks = RECIPES[name]
+    expected = uninterrupted(ranks, tiny_qwen3_vl, recipe, num_ranks)
+    legs = [ranks.run(run, tiny_qwen3_vl, tmp_path, until, recipe, num_ranks=num_ranks) for until in (2, 4, 6)]
+    for rank in range(num_ranks):
+        assert [record for leg in legs for record in leg[rank]] == expected[rank]
+    assert len(set(expected[0][0].learning_rates)) == (2 if name == "two_learning_rates" else 1)
+    assert [path.name for path in completed(tmp_path)] == ["step-000002", "step-000004", "step-000006"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000006\n"
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("cp2", "cp1"), ("cp1", "dp2"), ("dp2", "cp2")])
+def test_a_run_goes_on_under_another_layout(ranks, tiny_qwen3_vl, tmp_path, saved, resumed):
+    (first, first_ranks), (second, second_ranks) = RECIPES[saved], RECIPES[resumed]
+    expected = uninterrupted(ranks, tiny_qwen3_vl, first, first_ranks)[0][2:]
+    ranks.run(run, tiny_qwen3_vl, tmp_path, 2, first, num_ranks=first_ranks)
+    got = ranks.run(run, tiny_qwen3_vl, tmp_path, 6, second, num_ranks=second_ranks)[0]
+    assert [record.learning_rates for record in got] == [record.learning_rates for record in expected]
+    losses = [[float.fromhex(record.loss) for record in records] for records in (got, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_limit_keeps_the_newest(ranks, tiny_qwen3_vl, tmp_path):
+    ranks.run(run, tiny_qwen3_vl, tmp_path, 4, Recipe(save_steps=1, save_total_limit=2), num_ranks=1)
+    assert [path.name for path in completed(tmp_path)] == ["step-000003", "step-000004"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000003", "step-000004"]
+
+
+def test_a_recipe_that_changes_the_result_is_refused(ranks, tiny_qwen3_vl, tmp_path):
+    ranks.run(run, tiny_qwen3_vl, tmp_path, 2, Recipe(values={"lr": 1e-3}), num_ranks=2)
+    with pytest.raises(RankError, match=r"ConfigError: the recipe differs(.|\n)*lr: 0.001 there, 0.002 now"):
+        ranks.run(run, tiny_qwen3_vl, tmp_path, 2, Recipe(values={"lr": 2e-3}), num_ranks=2)
+
+
+def _fail_on_rank_1(target: str, folder: Path, output_dir: Path, until: int) -> str:
+    """Run with one function of the save failing on rank 1; returns the error of this rank."""
+    import torch.distributed as dist
+
+    from swiftcp.errors import CheckpointError
+
+    failing = patch(target, side_effect=OSError("no space left on device"))
+    if dist.get_rank() == 1:
+        failing.start()
+    try:
+        run(folder, output_dir, until, Recipe())
+    except (CheckpointError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        patch.stopall()
+    return "saved"
+
+
+@pytest.mark.parametrize(
+    ("target", "named"),
+    [
+        ("swiftcp.checkpoint.resumable.save_random_states", "no space left on device"),
+        ("megatron.core.dist_checkpointing.strategies.filesystem_async._write_item", r"could not be written \(.* GiB are free there\)"),
+    ],
+)
+def test_a_failure_on_one_rank_raises_on_all_and_leaves_what_was_there(ranks, tiny_qwen3_vl, tmp_path, target, named):
+    ranks.run(run, tiny_qwen3_vl, tmp_path, 2, Recipe(), num_ranks=2)
+    errors = ranks.run(_fail_on_rank_1, target, tiny_qwen3_vl, tmp_path, 4, num_ranks=2)
+    assert all(re.match("CheckpointError|OSError", error) for error in errors), errors
+    assert all(re.search(named, error) for error in errors), errors
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000002"]
+    assert not find_problems(step_folder(tmp_path, 2))
+    assert ranks.run(run, tiny_qwen3_vl, tmp_path, 4, Recipe(), num_ranks=2)[0][0].step == 3
+
+
+def _flip_byte(file: Path) -> None:
+    values = bytearray(file.read_bytes())
+    values[len(values) // 2] ^= 1
+    file.write_bytes(values)
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_written_again(ranks, tiny_qwen3_vl, tmp_path):
+    expected = uninterrupted(ranks, tiny_qwen3_vl, Recipe(), 1, until=4)[0]
+    ranks.run(run, tiny_qwen3_vl, tmp_path, 4, Recipe(), num_ranks=1)
+    _flip_byte(next(step_folder(tmp_path, 4).glob("*.distcp")))
+    got = ranks.run(run, tiny_qwen3_vl, tmp_path, 4, Recipe(), num_ranks=1)[0]
+    assert got == expected[2:]
+    assert not find_problems(step_folder(tmp_path, 4))
