@@ -24,6 +24,9 @@ MIXES: dict[str, list[Any]] = {
     "seven_tokens": [7],
     "eight_tokens": [8],
     "big_image": [2, ("image", 1, 16, 12), 5],
+    "long_text": [2000],
+    "document": [40, ("image", 1, 64, 64), 300, ("image", 1, 48, 32), 260],
+    "long_video": [30, ("video", 4, 32, 24), 200],
 }
 
 

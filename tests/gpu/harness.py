@@ -1,0 +1,150 @@
+"""Real shapes with random weights on one GPU: log-probabilities and gradients, ours and those of `transformers`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swiftcp.data.batch import Sample, collate_pack
+from swiftcp.models.shapes import shape_file
+from tests.samples import make_sample
+
+DEVICE = torch.device("cuda", 0)
+
+
+def write_random_folder(shape: str, folder: Path, *, num_layers: int | None = None, seed: int = 0) -> Path:
+    """A checkpoint of a public shape with random bfloat16 weights, scaled so that every part of the input moves the output.
+
+    Args:
+        num_layers: decoder layers, where fewer than the shape's.
+    """
+    import transformers
+    from transformers import AutoConfig
+
+    folder.mkdir(parents=True)
+    config = json.loads(shape_file(shape).read_text())
+    if num_layers is not None:
+        config["text_config"]["num_hidden_layers"] = num_layers
+    (folder / "config.json").write_text(json.dumps(config))
+    hf_config = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(seed)
+    with torch.device(DEVICE):
+        model = getattr(transformers, config["architectures"][0])._from_config(hf_config, dtype=torch.bfloat16)
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data.add_(0.1 * torch.randn_like(parameter))
+            else:
+                parameter.data.normal_(0, 1.5 / parameter[0].numel() ** 0.5)
+    model.get_input_embeddings().weight.data.normal_(0, 1)
+    model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
+    return folder
+
+
+def remove(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    logprobs: Tensor
+    """[sum of L - 1] of all rows, one after the other, float32 on the host."""
+    gradients: dict[str, Tensor]
+    """By the checkpoint's names, on the host, float32."""
+
+
+def samples_of(folder: Path, mixes: Sequence[str]) -> list[Sample]:
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(folder)
+    return [make_sample(mix, hf_config, row=row, labelled=0.5) for row, mix in enumerate(mixes)]
+
+
+def _rounded(sample: Sample) -> Sample:
+    """Patches that bfloat16 holds exactly, so that the inputs of all runs are the same."""
+    import dataclasses
+
+    if sample.visual is None:
+        return sample
+    return dataclasses.replace(sample, visual=dataclasses.replace(sample.visual, patches_PD=sample.visual.patches_PD.bfloat16().float()))
+
+
+def run_transformers(folder: Path, mixes: Sequence[str], dtype: torch.dtype) -> Outcome:
+    """One row at a time."""
+    from swiftcp.models.registry import family_of
+    from swiftcp.trainers.oracle import load_oracle, oracle_logprobs
+
+    model = load_oracle(folder, family_of("qwen3_vl"), dtype=dtype, device=DEVICE)
+    logprobs = []
+    for sample in samples_of(folder, mixes):
+        row = oracle_logprobs(model, _rounded(sample))
+        logprobs.append(row.detach().cpu())
+        (-(row * sample.weights_L[1:].to(DEVICE)).sum()).backward()
+    gradients = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}
+    del model
+    torch.cuda.empty_cache()
+    return Outcome(torch.cat(logprobs), gradients)
+
+
+def run_ours(folder: Path, mixes: Sequence[str], backend: Any, dtype: torch.dtype = torch.bfloat16) -> Outcome:
+    """All rows in one pack, on one GPU."""
+    import dataclasses
+
+    from megatron.core import tensor_parallel
+    from transformers import AutoConfig
+
+    from swiftcp.checkpoint.hf_reader import load_hf_folder
+    from swiftcp.models.build import build_model, transformer_config
+    from swiftcp.models.inputs import make_inputs
+    from swiftcp.models.registry import family_of
+    from swiftcp.parallel.mesh import build_mesh, start_process_group
+
+    start_process_group(DEVICE)
+    mesh = build_mesh(DEVICE)
+    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+    hf_config = AutoConfig.from_pretrained(folder)
+    family = family_of("qwen3_vl")
+    table = family.name_table(hf_config)
+    config = transformer_config(family, hf_config, mesh, dtype=dtype, backend=backend)
+    model = build_model(family, hf_config, config, mesh, backend=backend)
+    load_hf_folder(model, folder, table)
+    geometry = family.tower_geometry(hf_config)
+    samples = [_rounded(sample) for sample in samples_of(folder, mixes)]
+
+    every = [dataclasses.replace(s, labels_L=s.input_ids_L, weights_L=torch.ones(len(s))) for s in samples]
+    batch = collate_pack(every, pack_align=64, pad_token_id=0)
+    inputs = make_inputs(batch, mesh, geometry)
+    with torch.no_grad():
+        losses = model.eval()(inputs).cpu()
+    stream = torch.zeros(batch.input_ids_BS.numel())
+    stream[inputs.label_positions_N] = -losses
+    logprobs = torch.cat([stream[s : s + n - 1] for s, n in zip(batch.cu_seqlens.tolist(), batch.lengths, strict=False)])
+
+    model.train()
+    inputs = make_inputs(collate_pack(samples, pack_align=64, pad_token_id=0), mesh, geometry)
+    (model(inputs) * inputs.weights_N).sum().backward()
+    gradients = {}
+    by_target = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}
+    for target, rule in table.pair(list(by_target)).items():
+        gradients.update(zip(rule.sources, rule.separate(by_target[target]), strict=True))
+    del model
+    torch.cuda.empty_cache()
+    return Outcome(logprobs, gradients)
+
+
+def gradient_agreement(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
+    """(cosine, ratio of norms) of each tensor."""
+    agreement = {}
+    for name, theirs in expected.items():
+        ours = got[name].double().flatten()
+        theirs = theirs.double().flatten()
+        agreement[name] = ((ours @ theirs / (ours.norm() * theirs.norm())).item(), (ours.norm() / theirs.norm()).item())
+    return agreement
