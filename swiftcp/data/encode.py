@@ -18,7 +18,7 @@ from torch import Tensor
 
 from swiftcp.data.batch import IGNORED_LABEL, Sample, VisualItems
 from swiftcp.data.chat import ChatTemplate, Rendered
-from swiftcp.data.media import MediaAccess
+from swiftcp.data.media import MediaAccess, MediaError
 from swiftcp.data.rows import Row, RowError
 from swiftcp.data.visuals import MediaLimits, MediaPlan, Visuals, limit_processor
 from swiftcp.errors import ConfigError, DataError
@@ -161,7 +161,7 @@ def _naming(row: Row) -> Iterator[None]:
     except RowError:
         raise
     except DataError as error:
-        raise row.error(str(error)) from None
+        raise row.error(str(error), "media" if isinstance(error, MediaError) else "row") from None
 
 
 def _label(input_ids_L: Tensor, offsets_L2: np.ndarray, weights_C: np.ndarray) -> tuple[Tensor, Tensor]:

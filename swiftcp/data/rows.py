@@ -30,13 +30,14 @@ MediaSource = str | bytes
 
 
 class RowError(DataError):
-    """A row that cannot be used."""
+    """A row that cannot be used. `kind` is the sort of reason, for counts: "row", "media" or "length"."""
 
-    def __init__(self, file: Path, line: int, reason: str) -> None:
-        super().__init__(file, line, reason)
+    def __init__(self, file: Path, line: int, reason: str, kind: str = "row") -> None:
+        super().__init__(file, line, reason, kind)
         self.file = file
         self.line = line
         self.reason = reason
+        self.kind = kind
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.reason}"
@@ -99,8 +100,8 @@ class Row:
         """In the order of the conversation."""
         return tuple(part for message in self.messages for part in message.parts if isinstance(part, VideoPart))
 
-    def error(self, reason: str) -> RowError:
-        return RowError(self.file, self.line, reason)
+    def error(self, reason: str, kind: str = "row") -> RowError:
+        return RowError(self.file, self.line, reason, kind)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,201 @@
+"""A data set that is ready to train on: every row was looked at before, bad ones are refused or left out, and all lengths are known.
+
+One rank scans (`scan_rows`, which raises nothing about rows) and hands the result to the others; `load_dataset` with that result then
+gives the same data set, or raises the same error, on all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from swiftcp.data.batch import Sample
+from swiftcp.data.encode import RowEncoder
+from swiftcp.data.row_files import Rows, read_rows
+from swiftcp.data.rows import RowError
+from swiftcp.data.workers import map_in_order
+from swiftcp.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+MAX_BAD_SHARE = 0.5
+"""Without `strict`, more bad rows than this share are an error still: then the data set is not what it is taken for."""
+_NUM_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """One line of bad_rows.jsonl."""
+
+    file: str
+    line: int
+    reason: str
+    kind: str
+    """"row", "media" or "length"."""
+
+
+@dataclass(frozen=True)
+class RowScan:
+    """What a look at every row found. Small enough to send to other ranks."""
+
+    kept: tuple[int, ...]
+    """Indices of the good rows."""
+    lengths: tuple[int, ...]
+    """Tokens of each good row."""
+    bad_rows: tuple[BadRow, ...]
+    deleted_rows: tuple[BadRow, ...]
+    """Good rows above `max_length`, where `truncation_strategy` deletes them."""
+    longest: int
+    """Tokens of the longest row, deleted ones too."""
+
+
+def scan_rows(
+    rows: Rows,
+    encoder: RowEncoder,
+    *,
+    check_media: bool = True,
+    num_workers: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> RowScan:
+    """Parse and measure every row.
+
+    Args:
+        check_media: decode images and each video's first frame too, so that broken files are found now.
+        progress: called with (rows done, rows in all).
+    """
+    measure = _Measure(rows, encoder, check_media)
+    kept, lengths = [], []
+    bad: list[BadRow] = []
+    deleted: list[BadRow] = []
+    longest = 0
+    for index, (found, length) in enumerate(map_in_order(measure, range(len(rows)), num_workers=num_workers, prefetch_factor=16)):
+        longest = max(longest, length)
+        if found is None:
+            kept.append(index)
+            lengths.append(length)
+        else:
+            (deleted if found.kind == "length" and encoder.truncation_strategy == "delete" else bad).append(found)
+        if progress is not None:
+            progress(index + 1, len(rows))
+    return RowScan(tuple(kept), tuple(lengths), tuple(bad), tuple(deleted), longest)
+
+
+class _Measure:
+    """(what is wrong with a row, its length) of the row at an index; the length is 0 where it is unknown."""
+
+    def __init__(self, rows: Rows, encoder: RowEncoder, check_media: bool) -> None:
+        self._rows, self._encoder, self._check_media = rows, encoder, check_media
+
+    def __call__(self, index: int) -> tuple[BadRow | None, int]:
+        length, limit = 0, self._encoder.max_length
+        try:
+            row = self._rows[index]
+            length = self._encoder.length(row)
+            if limit is not None and length > limit:
+                raise row.error(f"the row has {length} tokens, max_length is {limit}: raise it, or shorten or delete the row", "length")
+            if self._check_media:
+                self._encoder.check_media(row)
+        except RowError as error:
+            return BadRow(str(error.file), error.line, error.reason, error.kind), length
+        return None, length
+
+
+class EncodedDataset:
+    """Good rows as samples. Places run from 0 on; a sample's `row` is its index among all rows that were read."""
+
+    def __init__(self, rows: Rows, encoder: RowEncoder, scan: RowScan) -> None:
+        self.rows = rows
+        self.encoder = encoder
+        self.kept = scan.kept
+        self.lengths = scan.lengths
+        self.dropped: tuple[BadRow, ...] = (*scan.bad_rows, *scan.deleted_rows)
+        """For bad_rows.jsonl."""
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def __getitem__(self, place: int) -> Sample:
+        """Raises RowError where the row, or its media, are not what they were when they were scanned."""
+        index = self.kept[place]
+        row = self.rows[index]
+        sample = self.encoder.encode(row, index)
+        if len(sample) != self.lengths[place]:
+            raise row.error(
+                f"the row has {len(sample)} tokens, but had {self.lengths[place]} at the start: do not change data during a run"
+            )
+        return sample
+
+    def split(self, ratio: float, seed: int) -> tuple[EncodedDataset, EncodedDataset]:
+        """(the rest, a share of `ratio` of the rows), both in the rows' order; at least one row each.
+
+        Raises:
+            DataError: there are fewer than two rows.
+        """
+        if len(self) < 2:
+            raise DataError(f"a data set of {len(self)} rows cannot be split: give a val_dataset")
+        order = list(range(len(self)))
+        random.Random(f"split {seed}").shuffle(order)
+        count = min(len(self) - 1, max(1, round(ratio * len(self))))
+        return self._select(sorted(order[count:])), self._select(sorted(order[:count]))
+
+    def _select(self, places: Iterable[int]) -> EncodedDataset:
+        places = tuple(places)
+        scan = RowScan(tuple(self.kept[i] for i in places), tuple(self.lengths[i] for i in places), self.dropped, (), 0)
+        return EncodedDataset(self.rows, self.encoder, scan)
+
+
+def load_dataset(
+    datasets: Sequence[str | Path],
+    encoder: RowEncoder,
+    *,
+    strict: bool = True,
+    scan: RowScan | None = None,
+    check_media: bool = True,
+    num_workers: int = 0,
+) -> EncodedDataset:
+    """Open data sets and look at every row.
+
+    Args:
+        strict: a bad row is an error; otherwise it is left out, counted and listed in the result's `dropped`.
+        scan: what another rank found in the same data sets; nothing is scanned then.
+
+    Raises:
+        DataError: a data set cannot be read, rows are bad, or none is left.
+    """
+    rows = read_rows(datasets)
+    if scan is None:
+        scan = scan_rows(rows, encoder, check_media=check_media, num_workers=num_workers)
+    _judge(scan, strict=strict, max_length=encoder.max_length)
+    return EncodedDataset(rows, encoder, scan)
+
+
+def _judge(scan: RowScan, *, strict: bool, max_length: int | None) -> None:
+    """Raise or report what the scan found."""
+    bad, num_rows = scan.bad_rows, len(scan.kept) + len(scan.bad_rows) + len(scan.deleted_rows)
+    if bad and (strict or len(bad) > MAX_BAD_SHARE * num_rows):
+        raise DataError(_report(bad, num_rows, strict))
+    if bad:
+        kinds = ", ".join(f"{kind}: {count}" for kind, count in sorted(Counter(row.kind for row in bad).items()))
+        logger.warning("%d of %d rows are bad and left out (%s); see bad_rows.jsonl", len(bad), num_rows, kinds)
+    if scan.deleted_rows:
+        logger.warning(
+            "%d of %d rows are longer than max_length %s and deleted; the longest has %d tokens",
+            len(scan.deleted_rows),
+            num_rows,
+            max_length,
+            scan.longest,
+        )
+    if not scan.kept:
+        raise DataError(f"none of {num_rows} rows is left: the longest has {scan.longest} tokens, max_length is {max_length}")
+
+
+def _report(bad: Sequence[BadRow], num_rows: int, strict: bool) -> str:
+    remedy = "mend them, or set strict to false to leave them out" if strict else f"more than {MAX_BAD_SHARE:.0%}, even without strict"
+    lines = [f"{row.file}:{row.line}: {row.reason}" for row in bad[:_NUM_SHOWN]]
+    if len(bad) > _NUM_SHOWN:
+        lines.append(f"... and {len(bad) - _NUM_SHOWN} more")
+    return "\n  ".join([f"{len(bad)} of {num_rows} rows are bad ({remedy}):", *lines])

@@ -1,0 +1,89 @@
+"""The micro-batches of one data-parallel rank, in the order of the plan, read ahead by worker processes.
+
+A micro-batch follows from its step alone, so starting at a step is resuming there: no state of readers has to be saved. Samples are
+made from rows without any random draw, and so are the same with any number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from swiftcp.data.batch import Batch, collate_pack, collate_rows
+from swiftcp.data.dataset import EncodedDataset
+from swiftcp.data.plan import FILLER, Pack, StepPlan, packs_of_rank, plan_in_order
+from swiftcp.data.workers import map_in_order
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How packs become the micro-batches of one rank."""
+
+    dp_rank: int
+    dp_size: int
+    micro_batch_size: int
+    """Packs of a micro-batch (they follow each other in one stream), or rows without packing."""
+    packing_length: int | None
+    """None: no packing."""
+    pack_align: int
+    full_packs: bool = False
+    """Pad every pack to `packing_length`, so that shapes never vary."""
+
+    def of_rank(self, packs: list[Pack]) -> list[tuple[Pack, ...]]:
+        """This rank's micro-batches of a step."""
+        return packs_of_rank(packs, dp_rank=self.dp_rank, dp_size=self.dp_size, micro_batch_size=self.micro_batch_size)
+
+
+class _MakeBatch:
+    """The batch of one micro-batch; what worker processes run."""
+
+    def __init__(self, dataset: EncodedDataset, layout: BatchLayout) -> None:
+        self._dataset, self._layout = dataset, layout
+
+    def __call__(self, packs: tuple[Pack, ...]) -> Batch:
+        layout = self._layout
+        samples = [self._dataset[place] for pack in packs for place in pack]
+        pad_token_id = self._dataset.encoder.pad_token_id
+        if layout.packing_length is None:
+            return collate_rows(samples, pack_align=layout.pack_align, pad_token_id=pad_token_id, num_rows=layout.micro_batch_size)
+        total = layout.micro_batch_size * layout.packing_length if layout.full_packs else None
+        return collate_pack(samples, pack_align=layout.pack_align, pad_token_id=pad_token_id, total_length=total)
+
+
+class BatchStream:
+    """Iterates over this rank's micro-batches of a run, step by step; every rank gets equally many."""
+
+    def __init__(self, dataset: EncodedDataset, plan: StepPlan, layout: BatchLayout, *, start_step: int = 0, num_workers: int = 0) -> None:
+        """
+        Args:
+            plan: of `dataset.lengths`, with the layout's `packing_length` and `pack_align`.
+            start_step: the first step to read, 0-based.
+
+        Raises:
+            ConfigError: a step does not divide among the ranks.
+        """
+        assert plan.lengths == dataset.lengths
+        assert (plan.packing_length, plan.pack_align) == (layout.packing_length, layout.pack_align)
+        self.num_micro_batches = len(layout.of_rank([FILLER] * plan.global_batch_size))
+        """In each step."""
+        self._dataset, self._plan, self._layout = dataset, plan, layout
+        self._start_step, self._num_workers = start_step, num_workers
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map_in_order(_MakeBatch(self._dataset, self._layout), self._micro_batches(), num_workers=self._num_workers)
+
+    def _micro_batches(self) -> Iterator[tuple[Pack, ...]]:
+        for step in range(self._start_step, self._plan.num_steps):
+            yield from self._layout.of_rank(self._plan.step(step))
+
+
+def batches_in_order(dataset: EncodedDataset, layout: BatchLayout, *, num_workers: int = 0) -> Iterator[Batch]:
+    """All rows once, in order, for evaluation and log-probabilities; neighbouring packs go to the ranks in turn.
+
+    Every rank gets equally many micro-batches; the last ones may be fillers.
+    """
+    packs = plan_in_order(dataset.lengths, packing_length=layout.packing_length, pack_align=layout.pack_align)
+    share = layout.dp_size * layout.micro_batch_size
+    packs += [FILLER] * (-len(packs) % share)
+    micro_batches: Iterable[tuple[Pack, ...]] = layout.of_rank(packs)
+    return map_in_order(_MakeBatch(dataset, layout), micro_batches, num_workers=num_workers)
