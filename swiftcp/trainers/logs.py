@@ -44,6 +44,21 @@ class TimedIterator[T]:
         return seconds
 
 
+class Clock:
+    """Seconds of a run over all its sessions."""
+
+    def __init__(self, first_step: int, num_steps: int, seconds_before: float) -> None:
+        self._began = perf_counter()
+        self._first_step, self._num_steps, self._seconds_before = first_step, num_steps, seconds_before
+
+    def elapsed(self) -> float:
+        return self._seconds_before + perf_counter() - self._began
+
+    def remaining(self, step: int) -> float:
+        """Estimated from the steps of this session alone."""
+        return (perf_counter() - self._began) / max(step - self._first_step, 1) * (self._num_steps - step)
+
+
 @dataclass(frozen=True)
 class LogRecord:
     """One object of `logging.jsonl`. Fields that are None are left out."""

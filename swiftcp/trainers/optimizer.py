@@ -11,18 +11,20 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from swiftcp.config.concerns import TrainConfig
 from swiftcp.errors import ConfigError
 from swiftcp.models.mm_gpt_model import MultimodalGPTModel
+from swiftcp.parallel.layer_specs import transformer_engine_problem
 from swiftcp.parallel.mesh import Mesh
 
 
-def check_optimizer(config: TrainConfig, device: torch.device) -> None:
-    """Raises: ConfigError: the distributed optimizer is asked for on a CPU."""
-    if config.use_distributed_optimizer and device.type == "cpu":
+def check_optimizer(config: TrainConfig) -> None:
+    """Raises: ConfigError: the distributed optimizer is asked for where its state could not be read back."""
+    if config.use_distributed_optimizer and (problem := transformer_engine_problem()):
         raise ConfigError(
-            "use_distributed_optimizer is true on a CPU, where megatron-core cannot reload its state: set it to false, or leave it out"
+            f"use_distributed_optimizer is true, but {problem}, and without Transformer Engine megatron-core cannot read the "
+            "optimizer's state back: set use_distributed_optimizer false"
         )
 
 
-def wrap_model(model: MultimodalGPTModel, config: TrainConfig, mesh: Mesh) -> DistributedDataParallel:
+def wrap_model(model: MultimodalGPTModel, mesh: Mesh, *, use_distributed_optimizer: bool) -> DistributedDataParallel:
     """Sum gradients over all data- and context-parallel ranks, in float32.
 
     Call it when it is settled which parameters are trained: only those get a gradient buffer.
@@ -31,7 +33,7 @@ def wrap_model(model: MultimodalGPTModel, config: TrainConfig, mesh: Mesh) -> Di
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=on_cuda,
-        use_distributed_optimizer=bool(config.use_distributed_optimizer),
+        use_distributed_optimizer=use_distributed_optimizer,
         average_in_collective=False,  # sums are divided once, by the count of labelled tokens
     )
     ddp = DistributedDataParallel(model.config, ddp_config, model)

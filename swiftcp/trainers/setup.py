@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
 
 from swiftcp.checkpoint.hf_reader import load_hf_folder
+from swiftcp.config.concerns import LogprobsConfig, ParityConfig, TrainConfig
 from swiftcp.errors import ConfigError
 from swiftcp.models.build import build_model, transformer_config
 from swiftcp.models.family import Family
@@ -25,17 +26,8 @@ from swiftcp.trainers.random_weights import initialize
 logger = logging.getLogger(__name__)
 
 
-class RunConfig(Protocol):
-    """The keys that all commands which build a model have."""
-
-    model: str
-    init_from_config: bool
-    torch_dtype: str | None
-    context_parallel_size: int
-    cp_comm_type: str
-    attention_backend: str
-    seed: int
-    device: str
+RunConfig = TrainConfig | LogprobsConfig | ParityConfig
+"""Every command that builds a model has the keys of model, rows, layout and machine."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -125,7 +125,7 @@ def run_micro_batches(runner: Runner, batches: Iterator[Batch], num_micro_batche
 def _bad_gradient(model: torch.nn.Module) -> str:
     """The first parameter whose reduced gradient is not finite."""
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not parameter.main_grad.isfinite().all():
+        if parameter.requires_grad and not cast(Any, parameter).main_grad.isfinite().all():
             return name.removeprefix("module.")
     return "none, but their norm overflows"
 

@@ -61,7 +61,7 @@ class Training:
         self.source = load_source(Path(config.model))
         self.model = load_model(config, self.source, self.mesh, checkpointed_tower=config.vit_gradient_checkpointing, **recompute)
         freeze(self.model, self.source.family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)
-        self.ddp = wrap_model(self.model, config, self.mesh)
+        self.ddp = wrap_model(self.model, self.mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
         self.runner = Runner(self.ddp, self.mesh, self.source.geometry, self.model.vocab_size)
         self.optimizer = build_optimizer(self.ddp, config)
         self.scheduler = build_scheduler(self.optimizer, config, train_iters=10)

@@ -1,0 +1,114 @@
+"""Data sets as all ranks see them: the first rank looks at every row, and all get the same rows or the same error."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch.distributed as dist
+
+from swiftcp.checkpoint.durable import write_text
+from swiftcp.data.dataset import BadRow, EncodedDataset, RowScan, load_dataset, scan_rows
+from swiftcp.data.encode import Mode, RowEncoder
+from swiftcp.data.loader import BatchLayout
+from swiftcp.data.row_files import read_rows
+from swiftcp.data.visuals import MediaLimits
+from swiftcp.errors import SwiftcpError
+from swiftcp.parallel.mesh import Mesh
+from swiftcp.trainers.setup import RunConfig, Source
+
+logger = logging.getLogger(__name__)
+
+_STILL_SCANNING = "still scanning"
+_SIGN_OF_LIFE_SECONDS = 60.0
+"""The first rank tells the others that often that it is still at it: a collective that waits for long is given up."""
+
+
+def make_encoder(config: RunConfig, mode: Mode, source: Source) -> RowEncoder:
+    """Raises: ConfigError: media limits contradict each other, or the tokenizer is of no use."""
+    return RowEncoder(
+        source.processor,
+        partial(source.family.position_ids, source.hf_config),
+        mode=mode,
+        max_length=config.max_length,
+        truncation_strategy=config.truncation_strategy,
+        limits=MediaLimits(**{field.name: getattr(config, field.name) for field in fields(MediaLimits)}),
+    )
+
+
+def open_dataset(datasets: Sequence[str], encoder: RowEncoder, config: RunConfig, mesh: Mesh) -> EncodedDataset:
+    """Called on all ranks.
+
+    Raises:
+        DataError: a data set cannot be read, or rows are bad; the same on every rank.
+    """
+    workers = config.dataloader_num_workers or 0
+
+    def scan(alive: Callable[[], None]) -> RowScan:
+        return scan_rows(read_rows(datasets), encoder, num_workers=workers, progress=lambda done, total: _progress(done, total, alive))
+
+    return load_dataset(datasets, encoder, strict=config.strict, scan=_from_first_rank(scan, mesh))
+
+
+def _progress(done: int, total: int, alive: Callable[[], None]) -> None:
+    alive()
+    if done % 10_000 == 0:
+        logger.info("looked at %d of %d rows", done, total)
+
+
+def _from_first_rank[T](work: Callable[[Callable[[], None]], T], mesh: Mesh) -> T:
+    """What `work(alive)` returns or raises on the first rank, on every rank; `work` calls `alive` again and again."""
+    if mesh.rank != 0:
+        while (message := _broadcast(None)) == _STILL_SCANNING:
+            pass
+    else:
+        message = _result(work, mesh)
+        _broadcast(message)
+    result, error = message
+    if error is not None:
+        raise error
+    return result
+
+
+def _result[T](work: Callable[[Callable[[], None]], T], mesh: Mesh) -> tuple[T | None, SwiftcpError | None]:
+    last = monotonic()
+
+    def alive() -> None:
+        nonlocal last
+        if mesh.world_size > 1 and monotonic() - last > _SIGN_OF_LIFE_SECONDS:
+            last = monotonic()
+            _broadcast(_STILL_SCANNING)
+
+    try:
+        return work(alive), None
+    except SwiftcpError as error:
+        return None, error
+
+
+def _broadcast(message: Any) -> Any:
+    messages = [message]
+    dist.broadcast_object_list(messages, src=0)
+    return messages[0]
+
+
+def batch_layout(config: RunConfig, mesh: Mesh) -> BatchLayout:
+    """On a GPU packs are padded to their full length, so that shapes never vary; on a CPU that would cost time alone."""
+    return BatchLayout(
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        micro_batch_size=config.micro_batch_size,
+        packing_length=config.packing_length if config.packing else None,
+        pack_align=config.pack_align,
+        full_packs=config.packing and mesh.device.type == "cuda",
+    )
+
+
+def write_bad_rows(output_dir: Path, bad_rows: Sequence[BadRow]) -> None:
+    """`bad_rows.jsonl`: each row that was left out, with file, line and reason. Called on the first rank."""
+    write_text(output_dir / "bad_rows.jsonl", "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in bad_rows))

@@ -1,0 +1,116 @@
+"""Where a run goes on from, and what of a recipe must be as it was for that."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from bisect import bisect_left
+from pathlib import Path
+from typing import Any
+
+from swiftcp.checkpoint.catalog import find_latest, find_problems
+from swiftcp.checkpoint.run_state import RunState, check_fingerprint
+from swiftcp.config.concerns import TrainConfig
+from swiftcp.data.encode import Mode
+from swiftcp.data.plan import StepPlan
+from swiftcp.errors import CheckpointError
+from swiftcp.trainers.setup import Source
+
+logger = logging.getLogger(__name__)
+
+NEUTRAL_KEYS = frozenset(
+    {
+        # layout and machine
+        "context_parallel_size",
+        "cp_comm_type",
+        "attention_backend",
+        "use_distributed_optimizer",
+        "micro_batch_size",
+        "device",
+        "nproc_per_node",
+        "dataloader_num_workers",
+        # memory against time
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_modules",
+        "vit_gradient_checkpointing",
+        # what is written and looked at
+        "output_dir",
+        "save_steps",
+        "save_total_limit",
+        "save_safetensors",
+        "resume",
+        "logging_steps",
+        "eval_steps",
+        "eval_iters",
+        "val_dataset",
+        # a run may be made longer or shorter; the plan's hash covers what they mean for the data
+        "num_train_epochs",
+        "train_iters",
+    }
+)
+"""Keys that leave the result as it is; every other key must be the same when a run goes on."""
+
+
+def data_hash(plan: StepPlan) -> str:
+    """Of the rows' lengths and how they are packed and ordered, however long the run is."""
+    any_length = StepPlan(
+        plan.lengths,
+        seed=plan.seed,
+        global_batch_size=plan.global_batch_size,
+        packing_length=plan.packing_length,
+        pack_align=plan.pack_align,
+        train_iters=1,
+    )
+    return any_length.plan_hash()
+
+
+def fingerprint(config: TrainConfig, mode: Mode, plan: StepPlan, source: Source) -> dict[str, Any]:
+    """What must be the same for a checkpoint to be gone on from."""
+    values = {key: value for key, value in config.model_dump().items() if key not in NEUTRAL_KEYS}
+    template = hashlib.sha256(json.dumps(source.processor.chat_template).encode()).hexdigest()
+    return {**values, "model": str(source.folder.resolve()), "mode": mode, "chat_template": template, "data": data_hash(plan)}
+
+
+def find_checkpoint(config: TrainConfig) -> Path | None:
+    """The checkpoint to go on from; None to begin. Called on all ranks.
+
+    Raises:
+        CheckpointError: checkpoints are there and none is whole, or the one that was asked for is not.
+    """
+    if config.resume == "never":
+        return None
+    if config.resume == "auto":
+        return find_latest(Path(str(config.output_dir)))
+    checkpoint = Path(config.resume)
+    if problems := find_problems(checkpoint):
+        raise CheckpointError("\n  ".join([f"resume {checkpoint} is not whole:", *problems]))
+    return checkpoint
+
+
+def saved_step(checkpoint: Path | None, current: dict[str, Any]) -> int:
+    """Steps that are done already. Read before the model is built, so that a recipe that does not fit is refused early.
+
+    Raises:
+        ConfigError: the recipe differs from the checkpoint's in what changes the result.
+    """
+    if checkpoint is None:
+        return 0
+    state = RunState.read(checkpoint)
+    check_fingerprint(state.fingerprint, current, checkpoint)
+    return state.step
+
+
+def first_state(current: dict[str, Any]) -> RunState:
+    """Of a run that begins."""
+    return RunState(
+        step=0, epoch=0, global_batches=0, samples=0, tokens=0, labelled_tokens=0, plan_hash=current["data"], fingerprint=current
+    )
+
+
+def place_in_epoch(plan: StepPlan, step: int) -> tuple[int, int]:
+    """(epochs that are finished, steps that began in the unfinished one) before a step."""
+    epoch = int(plan.epochs_before(step))
+    return epoch, step - bisect_left(range(step), epoch, key=lambda earlier: int(plan.epochs_before(earlier)))
