@@ -64,7 +64,7 @@ def scan_rows(
     """Parse and measure every row.
 
     Args:
-        check_media: decode images and each video's first frame too, so that broken files are found now.
+        check_media: decode images too (and each video's first frame), so that broken files are found now.
         progress: called with (rows done, rows in all).
     """
     measure = _Measure(rows, encoder, check_media)

@@ -1,6 +1,6 @@
 """Rows to samples: rendered text with its placeholders expanded, token ids, labels, weights, positions and patches.
 
-One path leads to the ids, whether only their number is asked for (`length`, which decodes no pixel) or the whole sample (`encode`).
+One path leads to the ids, whether only their number is asked for (`length`, which decodes no images) or the whole sample (`encode`).
 A token is trained if every one of its characters is; what the processor puts in the place of a medium never is.
 
 Legend: L tokens of the sample, C characters of its text.
@@ -68,7 +68,7 @@ class RowEncoder:
         return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
     def length(self, row: Row) -> int:
-        """Tokens of the row's sample, from its text and the headers of its media.
+        """Tokens of the row's sample, from its text and the sizes of its media.
 
         Raises:
             RowError: the row cannot become a sample.
@@ -79,7 +79,7 @@ class RowEncoder:
             return len(self._tokenize(text)["input_ids"])
 
     def check_media(self, row: Row) -> None:
-        """Decode every image, and the first frame of every video.
+        """Decode every image; of videos, `length` decodes the first frame.
 
         Raises:
             RowError: a file is broken.

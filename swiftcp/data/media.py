@@ -1,6 +1,6 @@
 """Pictures and videos from whatever a row names: one resolver of sources, Pillow for images, PyAV for videos.
 
-Headers are read without decoding (`image_size`, `video_header`), pixels when a sample is made (`read_image`, `read_frames`).
+Sizes come from headers (`image_size`; `video_header` decodes one frame), pixels when a sample is made (`read_image`, `read_frames`).
 Pixels are always 8-bit RGB: upright as EXIF or the video's display matrix say, alpha on white, 16-bit depths scaled.
 
 Legend: T frames, H and W pixels, C = 3 colours.
@@ -12,7 +12,7 @@ import base64
 import binascii
 import logging
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
@@ -219,7 +219,9 @@ def _opened_video(source: MediaSource, folder: Path, access: MediaAccess) -> Ite
 
 
 def video_header(source: MediaSource, folder: Path, access: MediaAccess) -> VideoHeader:
-    """Number of frames, rate and size without decoding a frame; frames are counted by packets where the header has no count.
+    """Number of frames, rate and upright size. One frame is decoded, for it alone tells how the video is turned.
+
+    Where the header has no count of frames, packets are counted.
 
     Raises:
         MediaError: there is no video stream, or one without frames, size or rate.
@@ -227,37 +229,50 @@ def video_header(source: MediaSource, folder: Path, access: MediaAccess) -> Vide
     with _opened_video(source, folder, access) as container:
         stream = container.streams.video[0]
         rate = stream.average_rate or stream.guessed_rate
-        num_frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
-        if not (num_frames and rate and stream.height and stream.width):
-            raise MediaError(
-                f"video {label(source)} has {num_frames} frames of {stream.width}x{stream.height} pixels at rate {rate}: re-encode it"
-            )
-        return VideoHeader(num_frames, float(rate), stream.height, stream.width)
+        first = next(container.decode(stream), None)
+        if first is None or not rate:
+            raise MediaError(f"video {label(source)} has no frames, or no frame rate ({rate}): re-encode it")
+        num_frames = stream.frames or _count_packets(container)
+        height, width = (first.width, first.height) if _quarter_turns(first) % 2 else (first.height, first.width)
+        return VideoHeader(num_frames, float(rate), height, width)
 
 
-def read_frames(source: MediaSource, folder: Path, access: MediaAccess, indices: Sequence[int]) -> np.ndarray:
-    """[T, H, W, C] uint8: the frames at the ascending `indices` (repeats are repeated), upright.
+def _count_packets(container: Any) -> int:
+    container.seek(0)
+    return sum(packet.size > 0 for packet in container.demux(video=0))
+
+
+def read_frames[T](
+    source: MediaSource, folder: Path, access: MediaAccess, indices: Sequence[int], convert: Callable[[np.ndarray], T]
+) -> list[T]:
+    """The frames at the ascending `indices` (repeats are repeated), upright.
+
+    Args:
+        convert: called with each frame, [H, W, C] uint8, as soon as it is decoded, so that large frames need not be kept.
 
     Raises:
         MediaError: decoding fails, or the video ends more than `MAX_MISSING_FRAMES` before the last index.
     """
     wanted = set(indices)
-    frames: dict[int, np.ndarray] = {}
-    index = -1
+    frames: dict[int, T] = {}
+    index, last = -1, None
     with _opened_video(source, folder, access) as container:
         container.streams.video[0].thread_type = "AUTO"
-        last = None
-        for index, frame in enumerate(container.decode(video=0)):
-            last = frame
+        for index, last in enumerate(container.decode(video=0)):
             if index in wanted:
-                frames[index] = _upright(frame)
+                frames[index] = convert(_upright(last))
             if index >= indices[-1]:
                 break
         if last is None or index + MAX_MISSING_FRAMES < indices[-1]:
             raise MediaError(f"video {label(source)} ends after {index + 1} of at least {indices[-1] + 1} frames: re-encode it")
-        return np.stack([frames[i] if i in frames else _upright(last) for i in indices])
+        return [frames[i] if i in frames else convert(_upright(last)) for i in indices]
 
 
 def _upright(frame: av.VideoFrame) -> np.ndarray:
-    """[H, W, C]; `rotation` is counterclockwise, in degrees."""
-    return np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90))
+    """[H, W, C]"""
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=_quarter_turns(frame)))
+
+
+def _quarter_turns(frame: av.VideoFrame) -> int:
+    """Counterclockwise, to be upright."""
+    return round(frame.rotation / 90)

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.image_utils import SizeDict
+from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from swiftcp.data.media import MediaAccess, MediaError, check_image, image_size, label, read_frames, read_image, video_header
@@ -160,8 +162,9 @@ class Visuals:
             patches_PD.append(done["pixel_values"])
             grids.append(done["image_grid_thw"])
         if row.videos:
-            videos = [self._read_video(part, folder, metadata) for part, metadata in zip(row.videos, plan.video_metadata, strict=True)]
-            done = self._process_videos(videos, plan.video_metadata)
+            expected = zip(row.videos, plan.video_metadata, plan.video_grid_thw.tolist(), strict=True)
+            videos = [self._read_video(part, folder, metadata, grid) for part, metadata, grid in expected]
+            done = self._process_videos(videos, plan.video_metadata, do_resize=False)
             patches_PD.append(done["pixel_values_videos"])
             grids.append(done["video_grid_thw"])
         if not torch.equal(torch.cat(grids), torch.cat([plan.image_grid_thw, plan.video_grid_thw])):
@@ -169,20 +172,14 @@ class Visuals:
         return torch.cat(patches_PD).float()
 
     def check(self, row: Row) -> None:
-        """Decode every image, and the first frame of every video.
+        """Decode every image, and every image of a video that is a list of them; of other videos `plan` decodes the first frame.
 
         Raises:
             MediaError: a file is broken.
         """
-        folder = row.file.parent
-        sources = [part.source for part in row.images]
-        for part in row.videos:
-            if isinstance(part.source, tuple):
-                sources += part.source
-            else:
-                read_frames(part.source, folder, self._access, [0])
-        for source in sources:
-            check_image(source, folder, self._access)
+        listed = [source for part in row.videos if isinstance(part.source, tuple) for source in part.source]
+        for source in [*(part.source for part in row.images), *listed]:
+            check_image(source, row.file.parent, self._access)
 
     def _image_grid(self, part: ImagePart, folder: Path) -> list[int]:
         height, width = image_size(part.source, folder, self._access)
@@ -206,12 +203,13 @@ class Visuals:
             self._grids[size] = done["video_grid_thw"][0].tolist()
         return self._grids[size]
 
-    def _process_videos(self, videos: Sequence[Tensor], metadata: Sequence[VideoMetadata]) -> Any:
+    def _process_videos(self, videos: Sequence[Tensor], metadata: Sequence[VideoMetadata], *, do_resize: bool = True) -> Any:
         """`videos` are [T, 3, H, W], already sampled."""
         return self._processor.video_processor(
             videos=list(videos),
             video_metadata=list(metadata),
             do_sample_frames=False,
+            do_resize=do_resize,
             input_data_format="channels_first",
             return_tensors="pt",
         )
@@ -237,17 +235,22 @@ class Visuals:
         indices = processor.sample_frames(metadata=metadata, num_frames=num_frames, fps=fps or (None if num_frames else processor.fps))
         return [int(index) for index in indices]
 
-    def _read_video(self, part: VideoPart, folder: Path, metadata: VideoMetadata) -> Tensor:
-        """[T, 3, H, W] uint8."""
+    def _read_video(self, part: VideoPart, folder: Path, metadata: VideoMetadata, grid_thw: Sequence[int]) -> Tensor:
+        """[T, 3, H, W] uint8, resized to the grid frame by frame: all frames of a long video as they are would not fit the memory."""
+        processor = self._processor.video_processor
+        height, width = (number * processor.patch_size for number in grid_thw[1:])
+        size = SizeDict(height=height, width=width)
+
+        def resized(frame_HWC: np.ndarray) -> Tensor:
+            if frame_HWC.shape[:2] != (metadata.height, metadata.width):
+                raise MediaError(f"{_video_label(part)} has frames of different sizes: resize or re-encode it")
+            frame = torch.from_numpy(frame_HWC).permute(2, 0, 1)[None]
+            return BaseVideoProcessor.resize(processor, frame, size, processor.resample)[0]
+
         indices = metadata.frames_indices or []
         if isinstance(part.source, tuple):
-            frames = [np.asarray(read_image(part.source[index], folder, self._access)) for index in indices]
-            if len({frame.shape for frame in frames}) > 1:
-                raise MediaError(f"{_video_label(part)} has frames of different sizes: resize them")
-            frames_THWC = np.stack(frames)
-        else:
-            frames_THWC = read_frames(part.source, folder, self._access, indices)
-        return torch.from_numpy(np.ascontiguousarray(frames_THWC.transpose(0, 3, 1, 2)))
+            return torch.stack([resized(np.array(read_image(part.source[index], folder, self._access))) for index in indices])
+        return torch.stack(read_frames(part.source, folder, self._access, indices, resized))
 
 
 def _grid_tensor(grids: Sequence[list[int]]) -> Tensor:

@@ -37,6 +37,10 @@ def png(image: Image.Image, **options: Any) -> bytes:
     return buffer.getvalue()
 
 
+def frames_of(source: MediaSource, folder: Path, indices: list[int]) -> np.ndarray:
+    return np.stack(read_frames(source, folder, ACCESS, indices, lambda frame: frame))
+
+
 def refused(source: MediaSource, folder: Path, access: MediaAccess = ACCESS) -> str:
     with pytest.raises(MediaError) as caught:
         check_image(source, folder, access)
@@ -181,7 +185,7 @@ def test_video_header_and_frames(tmp_path: Path) -> None:
     write_video(tmp_path / "v.mp4", num_frames=20, size=(64, 48), fps=8)
     header = video_header("v.mp4", tmp_path, ACCESS)
     assert (header.num_frames, header.fps, header.height, header.width) == (20, 8.0, 48, 64)
-    frames = read_frames("v.mp4", tmp_path, ACCESS, [0, 7, 7, 19])
+    frames = frames_of("v.mp4", tmp_path, [0, 7, 7, 19])
     assert frames.shape == (4, 48, 64, 3) and frames.dtype == np.uint8
     expected = [grey_of(index, 20) for index in (0, 7, 7, 19)]
     assert np.abs(frames.mean(axis=(1, 2, 3)) - expected).max() < 4
@@ -193,7 +197,7 @@ def test_video_from_bytes_and_without_a_count(tmp_path: Path) -> None:
         assert container.streams.video[0].frames == 0
     assert video_header("v.mkv", tmp_path, ACCESS).num_frames == 9
     assert video_header(path.read_bytes(), tmp_path, ACCESS).num_frames == 9
-    assert np.array_equal(read_frames(path.read_bytes(), tmp_path, ACCESS, [8]), read_frames("v.mkv", tmp_path, ACCESS, [8]))
+    assert np.array_equal(frames_of(path.read_bytes(), tmp_path, [8]), frames_of("v.mkv", tmp_path, [8]))
 
 
 def test_video_is_turned_upright(tmp_path: Path) -> None:
@@ -205,15 +209,17 @@ def test_video_is_turned_upright(tmp_path: Path) -> None:
             if packet.dts is not None:
                 packet.stream = stream
                 target.mux(packet)
-    assert read_frames("turned.mp4", tmp_path, ACCESS, [0]).shape == (1, 64, 48, 3)
+    header = video_header("turned.mp4", tmp_path, ACCESS)
+    assert (header.height, header.width) == (64, 48)
+    assert frames_of("turned.mp4", tmp_path, [0]).shape == (1, 64, 48, 3)
 
 
 def test_video_that_ends_early(tmp_path: Path) -> None:
     write_video(tmp_path / "v.mp4", num_frames=9)
-    repeated = read_frames("v.mp4", tmp_path, ACCESS, [8, 10])
+    repeated = frames_of("v.mp4", tmp_path, [8, 10])
     assert np.array_equal(repeated[0], repeated[1])
     with pytest.raises(MediaError, match=r"v.mp4 ends after 9 of at least 12 frames"):
-        read_frames("v.mp4", tmp_path, ACCESS, [0, 11])
+        frames_of("v.mp4", tmp_path, [0, 11])
 
 
 def test_videos_that_are_none(tmp_path: Path) -> None:
