@@ -75,6 +75,18 @@ def write_video(path: Path, *, num_frames: int, size: tuple[int, int] = (64, 48)
     return path
 
 
+def turn_video(path: Path, target: Path, degrees: int) -> Path:
+    """The same stream with a display rotation, as telephones write it."""
+    with av.open(str(path)) as source, av.open(str(target), "w") as container:
+        stream = container.add_stream_from_template(source.streams.video[0])
+        stream.set_display_rotation(degrees)
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                container.mux(packet)
+    return target
+
+
 def grey_of(index: int, num_frames: int) -> int:
     return 16 + 220 * index // max(num_frames, 1)
 

@@ -19,7 +19,7 @@ from swiftcp.data.rows import ImagePart, RowError, VideoPart, parse_row
 from swiftcp.data.visuals import MediaLimits
 from swiftcp.errors import ConfigError
 
-from .data_fixtures import chat, encoder, picture, processor, write_video
+from .data_fixtures import chat, encoder, picture, processor, turn_video, write_video
 
 
 @pytest.fixture(scope="module")
@@ -236,6 +236,15 @@ def test_video_of_listed_frames(media: Path) -> None:
     )
     assert torch.equal(sample.input_ids_L[: expected["input_ids"].shape[1]], expected["input_ids"][0])
     assert sample.visual is not None and torch.equal(sample.visual.patches_PD, expected["pixel_values_videos"])
+
+
+def test_turned_video(media: Path) -> None:
+    turn_video(media / "portrait.mp4", media / "turned.mp4", 90)
+    row = parse_row(chat("<video>", videos=["turned.mp4"]), media / "d.jsonl", 1)
+    sample, lying = encoder().encode(row, 0), encode(chat("<video>", videos=["portrait.mp4"]), media)
+    assert encoder().length(row) == len(sample) and sample.visual is not None and lying.visual is not None
+    frames, height, width = lying.visual.grid_thw[0].tolist()
+    assert sample.visual.grid_thw[0].tolist() == [frames, width, height] and height != width
 
 
 def test_sampling_rate_of_one_video(media: Path) -> None:

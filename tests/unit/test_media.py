@@ -26,7 +26,7 @@ from swiftcp.data.media import (
 )
 from swiftcp.data.rows import MediaSource
 
-from .data_fixtures import grey_of, picture, write_video
+from .data_fixtures import grey_of, picture, turn_video, write_video
 
 ACCESS = MediaAccess()
 
@@ -202,13 +202,7 @@ def test_video_from_bytes_and_without_a_count(tmp_path: Path) -> None:
 
 def test_video_is_turned_upright(tmp_path: Path) -> None:
     path = write_video(tmp_path / "v.mp4", num_frames=2, size=(64, 48))
-    with av.open(str(path)) as source, av.open(str(tmp_path / "turned.mp4"), "w") as target:
-        stream = target.add_stream_from_template(source.streams.video[0])
-        stream.set_display_rotation(90)
-        for packet in source.demux(video=0):
-            if packet.dts is not None:
-                packet.stream = stream
-                target.mux(packet)
+    turn_video(path, tmp_path / "turned.mp4", 90)
     header = video_header("turned.mp4", tmp_path, ACCESS)
     assert (header.height, header.width) == (64, 48)
     assert frames_of("turned.mp4", tmp_path, [0]).shape == (1, 64, 48, 3)
