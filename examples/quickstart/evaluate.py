@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from PIL import Image
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+from transformers.utils import logging
 
 BATCH_SIZE = 50
 MAX_NEW_TOKENS = 4
@@ -24,6 +25,7 @@ SEED = 0
 
 def evaluate(model_folder: Path, rows_file: Path) -> dict[str, float]:
     """Fractions of greedy answers that equal the row's: with its own image, and with the images of all rows permuted."""
+    logging.disable_progress_bar()
     model = Qwen3VLForConditionalGeneration.from_pretrained(model_folder).eval()
     processor = AutoProcessor.from_pretrained(model_folder)
     rows = [json.loads(line) for line in rows_file.read_text(encoding="utf-8").splitlines()]

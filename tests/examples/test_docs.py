@@ -75,11 +75,3 @@ def test_rows_are_read() -> None:
     for name, block in blocks:
         row = parse_row(json.loads(block), Path(name), 1)
         assert len(row.images) + len(row.videos) > 0
-
-
-def test_defaults_that_differ_are_told_right() -> None:
-    text = dict(_texts())["training.md"]
-    defaults = {name: field.default for name, field in TrainConfig.model_fields.items()}
-    assert "| `packing` | true |" in text and defaults["packing"] is True
-    assert "| `freeze_vit`, `freeze_aligner` | false" in text and not defaults["freeze_vit"] and not defaults["freeze_aligner"]
-    assert "| `logging_steps` | 1 |" in text and defaults["logging_steps"] == 1
