@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -74,6 +75,15 @@ def _run_parity(resolved: ResolvedConfig[Any], topology: Topology) -> int:
     return parity.run(resolved)
 
 
+def _set_up_logging(*, informs: bool) -> None:
+    """What this project says is shown, of other packages what matters: megatron-core and torch tell much at each start."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("swiftcp").setLevel(logging.INFO if informs else logging.WARNING)
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)
+
+
 def run(command: Command, arguments: Sequence[str], *, values: Mapping[str, object] | None = None) -> int:
     """Run a command to its end. Returns its exit code.
 
@@ -86,7 +96,7 @@ def run(command: Command, arguments: Sequence[str], *, values: Mapping[str, obje
         if os.environ.get("LOCAL_RANK", "0") == "0":
             raise
         return error.exit_code  # the node's first rank says it
-    logging.basicConfig(level=logging.INFO if topology.rank in (0, None) else logging.WARNING, format="%(message)s", stream=sys.stderr)
+    _set_up_logging(informs=topology.rank in (0, None))
     if command == "parity":
         return _run_parity(resolved, topology)
     if topology.rank is not None:
