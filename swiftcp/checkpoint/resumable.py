@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import queue
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -175,6 +177,7 @@ def _write_shards(aside: Path, model_chunks: Sequence[nn.Module], optimizer: Meg
     A failed write raises on all ranks. Where megatron-core fails on one rank alone the others wait for it inside: that rank ends,
     and the launcher the others with it.
     """
+    _keep_results_in_this_process()
     strategy = FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), dp_cp_group)
     try:
         with cpu_mode():
@@ -182,6 +185,14 @@ def _write_shards(aside: Path, model_chunks: Sequence[nn.Module], optimizer: Meg
     except (CheckpointException, CheckpointingException, OSError) as error:
         free = shutil.disk_usage(aside).free / 2**30  # megatron-core hands on the kind of error alone; its log has the reason
         raise CheckpointError(f"{aside} could not be written ({free:.1f} GiB are free there): {error}") from error
+
+
+def _keep_results_in_this_process() -> None:
+    """megatron-core 0.19 hands the writer's results over through a manager process, also where the writer runs in this process.
+
+    Spawning it takes seconds, and runs the user's script a second time where that has no `__main__` guard.
+    """
+    filesystem_async._results_queue = queue.Queue()
 
 
 def _read_shards(

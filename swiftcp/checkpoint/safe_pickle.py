@@ -17,6 +17,7 @@ from swiftcp.errors import CheckpointError
 
 _CONTENTS_FILE = ".metadata"
 _KNOWN = {
+    ("pathlib", "PosixPath"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),

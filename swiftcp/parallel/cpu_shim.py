@@ -10,7 +10,6 @@ All replacements were found and are valid for megatron-core 0.19.2; each functio
 from __future__ import annotations
 
 import contextlib
-import queue
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +29,6 @@ def install() -> None:
     _replace_device()
     _replace_streams()
     _replace_random_states()
-    _replace_checkpoint_queue()
 
 
 def _replace_device() -> None:
@@ -83,13 +81,6 @@ def _replace_random_states() -> None:
     megatron_random._set_cuda_rng_state = set_state
     torch.cuda.get_rng_state = get_state  # type: ignore[assignment]
     torch.cuda.manual_seed = manual_seed
-
-
-def _replace_checkpoint_queue() -> None:
-    """Saving starts a manager process for one queue (18 s); the writer runs in this process, so a plain queue serves."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    filesystem_async._results_queue = queue.Queue()
 
 
 def _to_cpu(device: Any) -> Any:
