@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,7 +44,3 @@ def sketch(name: str, gradient: Tensor) -> Sketch:
             signs = torch.randint(0, 2, part.shape, generator=generator, device=flat.device, dtype=torch.int8)
             products[product] += (part.double() * (2 * signs - 1)).sum()
     return Sketch(flat.double().norm().item(), products.tolist())
-
-
-def total_norm(sketches: Sequence[Sketch]) -> float:
-    return math.sqrt(sum(one.norm**2 for one in sketches))

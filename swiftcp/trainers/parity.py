@@ -11,7 +11,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,6 @@ from swiftcp.launch import launch_local
 
 if TYPE_CHECKING:
     from swiftcp.config import ParityConfig, ResolvedConfig
-
-WORKER = "swiftcp.trainers.parity_worker"
 
 
 @dataclass(frozen=True)
@@ -125,11 +123,18 @@ def _stages(config: ParityConfig) -> Iterator[tuple[str, int, dict[str, Any]]]:
     yield "layout", config.nproc_per_node or config.context_parallel_size, {}
 
 
-def run(resolved: ResolvedConfig[ParityConfig], *, worker: str = WORKER) -> int:
+def _in_new_processes(task: dict[str, Any], num_ranks: int) -> int:
+    """Run `parity_worker` on a task in rank processes of its own. Returns the exit code."""
+    file = Path(task["output"]).with_suffix(".task")
+    file.write_text(json.dumps(task))
+    return launch_local([str(file)], num_ranks, prefix=(sys.executable, "-P", "-m", "swiftcp.trainers.parity_worker"))
+
+
+def run(resolved: ResolvedConfig[ParityConfig], *, start: Callable[[dict[str, Any], int], int] = _in_new_processes) -> int:
     """Run the three stages, print the table. Returns 0, or 1 where a tolerance is broken.
 
     Args:
-        worker: module that runs a stage in a rank process; tests put faults in with it.
+        start: runs a task of `parity_worker` on a number of ranks and returns an exit code.
 
     Raises:
         TrainingError: a stage failed; its output says why.
@@ -139,10 +144,8 @@ def run(resolved: ResolvedConfig[ParityConfig], *, worker: str = WORKER) -> int:
     with tempfile.TemporaryDirectory(prefix="swiftcp-parity-") as folder:
         for stage, num_ranks, changes in _stages(config):
             started = time.monotonic()
-            task = Path(folder) / f"{stage}.task.json"
             output = Path(folder) / f"{stage}.json"
-            task.write_text(json.dumps({"stage": stage, "config": config.model_dump() | changes, "output": str(output)}))
-            code = launch_local([str(task)], num_ranks, prefix=(sys.executable, "-P", "-m", worker))
+            code = start({"stage": stage, "config": config.model_dump() | changes, "output": str(output)}, num_ranks)
             if code == 2:
                 return code  # the worker has said what is wrong with the recipe or its data
             if code:

@@ -1,36 +1,32 @@
-"""The parity worker with one fault put in, named by SWIFTCP_TEST_FAULT: `swiftcp parity` must find each of them.
-
-`python -m tests.distributed.parity_faults TASK.json` is what `swiftcp.trainers.parity.run(worker=...)` starts.
-"""
+"""Stages of `swiftcp parity` with one fault put in: the command must find each of them."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import os
-import sys
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 
-def contiguous_partition() -> None:
+def contiguous_partition() -> Any:
     """Each rank holds one run of tokens of each sequence, where the attention expects two chunks."""
     from swiftcp.parallel import context
 
     def index(cu_seqlens: Tensor, num_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
-        ends = cu_seqlens.tolist()
         runs = []
-        for start, end in itertools.pairwise(ends):
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
             length = (end - start) // cp_size
             runs.append(torch.arange(start + cp_rank * length, start + (cp_rank + 1) * length))
         return torch.cat(runs)
 
-    context._compute_index = index
+    return mock.patch.object(context, "_compute_index", index)
 
 
-def labels_shifted_after_the_cut() -> None:
+def labels_shifted_after_the_cut() -> Any:
     """Each rank shifts its local labels, so that tokens at the borders of chunks predict the wrong token."""
     from swiftcp.data.batch import IGNORED_LABEL
     from swiftcp.models import inputs
@@ -38,27 +34,25 @@ def labels_shifted_after_the_cut() -> None:
     correct = inputs.local_labels
 
     def local_labels(batch: Any, *, cp_size: int, cp_rank: int) -> tuple[Tensor, Tensor]:
-        import dataclasses
-
         aligned = dataclasses.replace(batch, labels_BS=batch.labels_BS.roll(1, -1), weights_BS=batch.weights_BS.roll(1, -1))
         labels, weights = (values.roll(-1, -1) for values in correct(aligned, cp_size=cp_size, cp_rank=cp_rank))
         labels[:, -1], weights[:, -1] = IGNORED_LABEL, 0.0
         return labels, weights
 
-    inputs.local_labels = local_labels
+    return mock.patch.object(inputs, "local_labels", local_labels)
 
 
-def sectioned_mrope() -> None:
+def sectioned_mrope() -> Any:
     """Frequencies in three blocks, as in Qwen2-VL, where Qwen3-VL interleaves them."""
     from swiftcp.models.rotary import MultimodalRotary
 
     def axes(sections: Sequence[int]) -> Tensor:
         return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
 
-    MultimodalRotary._axes = staticmethod(axes)
+    return mock.patch.object(MultimodalRotary, "_axes", staticmethod(axes))
 
 
-def deepstack_off() -> None:
+def deepstack_off() -> Any:
     """Decoder layers add no visual features."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -68,14 +62,16 @@ def deepstack_off() -> None:
         hidden_states, _ = TransformerLayer.forward(self, hidden_states, **kwargs)
         return hidden_states, context
 
-    DeepstackLayer.forward = forward
+    return mock.patch.object(DeepstackLayer, "forward", forward)
 
 
 FAULTS = {function.__name__: function for function in (contiguous_partition, labels_shifted_after_the_cut, sectioned_mrope, deepstack_off)}
 
 
-if __name__ == "__main__":
+def run_stage(task: dict[str, Any], fault: str | None) -> None:
+    """On each rank of a pool: one stage, with a fault or without."""
+    from swiftcp.parallel import mesh
     from swiftcp.trainers import parity_worker
 
-    FAULTS[os.environ["SWIFTCP_TEST_FAULT"]]()
-    sys.exit(parity_worker.main(sys.argv[1:]))
+    with FAULTS[fault]() if fault else mock.MagicMock(), mock.patch.object(mesh, "stop"):
+        parity_worker.run_stage(task)
