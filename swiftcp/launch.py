@@ -90,7 +90,8 @@ def base_environment(environment: Mapping[str, str], local_world_size: int) -> d
     """What ranks inherit: compiled modules are kept, and the machine's cores are shared."""
     inherited = {name: value for name, value in environment.items() if name != "PYTHONDONTWRITEBYTECODE"}
     num_threads = max(1, (os.cpu_count() or 1) // local_world_size)
-    return {"OMP_NUM_THREADS": str(num_threads)} | inherited | _bytecode_folder(environment) | _python_path(environment)
+    quiet = {"PYTHONWARNINGS": "ignore::UserWarning"}  # megatron-core warns of each package that it would use elsewhere
+    return {"OMP_NUM_THREADS": str(num_threads)} | quiet | inherited | _bytecode_folder(environment) | _python_path(environment)
 
 
 def _die_with_parent() -> Callable[[], None] | None:

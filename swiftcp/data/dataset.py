@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 MAX_BAD_SHARE = 0.5
 """Without `strict`, more bad rows than this share are an error still: then the data set is not what it is taken for."""
 _NUM_SHOWN = 20
+_FEW_ROWS = 512
+"""Fewer rows are looked at faster than worker processes start."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ def scan_rows(
     bad: list[BadRow] = []
     deleted: list[BadRow] = []
     longest = 0
+    if len(rows) < _FEW_ROWS:
+        num_workers = 0
     for index, (found, length) in enumerate(map_in_order(measure, range(len(rows)), num_workers=num_workers, prefetch_factor=16)):
         longest = max(longest, length)
         if found is None:
