@@ -64,7 +64,7 @@ class DataConfig(Concern):
     strict: bool = True
     """A bad row is an error before the model is built. False: it is dropped, counted and listed in bad_rows.jsonl."""
     dataloader_num_workers: NonNegativeInt | None = None
-    """Processes of each rank that read rows ahead; 0: none. Default: the machine's cores shared by its ranks, 4 at most."""
+    """Processes of each rank that read rows ahead; 0: none. Default: the cores shared by the ranks, 4 at most; 0 on a CPU."""
 
 
 class ValidationDataConfig(Concern):

@@ -57,6 +57,10 @@ def _lengths(config: Concern, facts: ModelFacts | None) -> Iterator[Default]:
 
 def _num_workers(config: Concern, machine: Machine) -> Iterator[Default]:
     if isinstance(config, DataConfig) and config.dataloader_num_workers is None:
+        assert isinstance(config, RuntimeConfig)
+        if config.device == "cpu" or (config.device == "auto" and machine.num_gpus == 0):
+            yield "dataloader_num_workers", 0, "on a CPU the ranks need every core"
+            return
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         num_workers = max(1, min(_MOST_WORKERS, cores // machine.local_world_size))
         yield "dataloader_num_workers", num_workers, f"{cores} cores, {machine.local_world_size} ranks"
