@@ -7,6 +7,7 @@ context, and spawning would import transformers once a worker.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -32,6 +33,7 @@ def map_in_order[T, R](work: Callable[[T], R], items: Iterable[T], *, num_worker
         prefetch_factor=prefetch_factor,
         collate_fn=_unchanged,
         multiprocessing_context=context,
+        worker_init_fn=_outlive_first_sigterm,
     )
     for result in loader:
         if isinstance(result, _Raised):
@@ -43,6 +45,14 @@ def _preloaded() -> list[str]:
     """What takes seconds to import: this package's readers, and the processors that this process has loaded."""
     processors = [name for name in sys.modules if name.startswith("transformers.models.") and "process" in name.rpartition(".")[2]]
     return ["swiftcp.data.loader", *sorted(processors)]
+
+
+def _outlive_first_sigterm(worker: int) -> None:
+    """Schedulers send SIGTERM to every process of a job, but a rank that saves and ends needs its workers up to the end of its step.
+
+    The second SIGTERM ends the worker: Python sends two where a process ends before its workers.
+    """
+    signal.signal(signal.SIGTERM, lambda signum, frame: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 class _Items:

@@ -86,17 +86,24 @@ def _extent(runner: Runner, batch: Batch) -> tuple[float, float, float]:
 
 
 def _forward_step(runner: Runner, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-    batch = next(batches)
+    rows: tuple[int, ...] = ()
     try:
+        batch = next(batches)
+        rows = batch.rows
         inputs = make_inputs(batch, runner.mesh, runner.geometry)
         losses_N = model(inputs)
-    except SwiftcpError:
-        raise
     except Exception as error:
-        traceback.print_exception(error)
-        rows = ", ".join(map(str, batch.rows)) or "none"
-        raise TrainingError(f"rank {runner.mesh.rank} failed on data set rows {rows}: {type(error).__name__}: {error}") from error
+        raise _failure(error, runner.mesh.rank, rows) from error
     return losses_N, partial(weighted_loss, weights_N=inputs.weights_N, extent=_extent(runner, batch))
+
+
+def _failure(error: Exception, rank: int, rows: Sequence[int]) -> TrainingError:
+    """What ends this rank, and with it the others. Where the error is not one for users, its traceback is shown."""
+    if isinstance(error, SwiftcpError):
+        return TrainingError(f"rank {rank}: {error}")
+    traceback.print_exception(error)
+    where = f"data set rows {', '.join(map(str, rows))}" if rows else "reading data"
+    return TrainingError(f"rank {rank} failed on {where}: {type(error).__name__}: {error}")
 
 
 def run_micro_batches(runner: Runner, batches: Iterator[Batch], num_micro_batches: int, *, forward_only: bool = False) -> Totals:
