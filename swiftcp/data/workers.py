@@ -44,7 +44,7 @@ def map_in_order[T, R](work: Callable[[T], R], items: Iterable[T], *, num_worker
 def _preloaded() -> list[str]:
     """What takes seconds to import: this package's readers, and the processors that this process has loaded."""
     processors = [name for name in sys.modules if name.startswith("transformers.models.") and "process" in name.rpartition(".")[2]]
-    return ["swiftcp.data.loader", *sorted(processors)]
+    return ["swiftcp.data.fork_server", "swiftcp.data.loader", *sorted(processors)]
 
 
 def _outlive_first_sigterm(worker: int) -> None:

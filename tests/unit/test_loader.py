@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import pickle
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -273,3 +275,19 @@ def test_data_that_change_during_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_results_come_in_order(num_workers: int) -> None:
     assert list(map_in_order(str, iter(range(9)), num_workers=num_workers)) == list("012345678")
+
+
+def test_workers_outlive_the_first_sigterm_of_a_whole_job() -> None:
+    code = """
+import psutil, sys
+from swiftcp.data.workers import map_in_order
+if __name__ == "__main__":
+    results = map_in_order(str, range(50), num_workers=1)
+    first = next(results)
+    processes = psutil.Process().children(recursive=True)
+    for process in processes:
+        process.terminate()
+    print(len(processes), first, len(list(results)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout.split()) == (0, ["3", "0", "49"]), done.stderr
