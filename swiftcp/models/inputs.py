@@ -97,12 +97,14 @@ def make_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> Mod
     local_feature_BS = local(feature_BT.view(rows, num_tokens))
     visual_slots = _slots(local_feature_BS >= 0)
 
-    cu_seqlens = None if batch.cu_seqlens is None else send(batch.cu_seqlens)
+    packed = None
+    if batch.cu_seqlens is not None:
+        packed = PackedStream(send(batch.cu_seqlens), tuple(batch.cu_seqlens.tolist()), batch.max_seqlen)
     work = None if geometry is None else plan_tower_work(batch.visual, geometry, num_ranks=mesh.cp_size, rank=mesh.cp_rank)
     return ModelInputs(
         input_ids_BT=send(batch.input_ids_BS),
-        cu_seqlens=cu_seqlens,
-        packed=None if batch.cu_seqlens is None else PackedStream(cu_seqlens, tuple(batch.cu_seqlens.tolist()), batch.max_seqlen),
+        cu_seqlens=None if packed is None else packed.cu_seqlens_q,
+        packed=packed,
         position_ids_3BS=send(local(batch.position_ids_3BS)),
         tower_work=None if work is None else work.to(mesh.device),
         visual_positions_V=send(visual_positions),

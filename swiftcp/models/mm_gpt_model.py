@@ -10,6 +10,8 @@ W those whose token is local, N labelled local tokens.
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
@@ -21,7 +23,7 @@ from torch import Tensor, nn
 from swiftcp.models.head import token_losses
 from swiftcp.models.inputs import ModelInputs
 from swiftcp.models.rotary import MultimodalRotary
-from swiftcp.models.towers import encode
+from swiftcp.models.towers import Tower, encode
 from swiftcp.parallel.context import split_cp_inputs
 
 
@@ -90,7 +92,7 @@ class MultimodalGPTModel(MegatronModule):
         deepstack_LWH = None
         if self.visual is not None:
             assert inputs.tower_work is not None
-            features = encode(self.visual, inputs.tower_work, self.cp_group, embeddings_BTH.dtype)
+            features = encode(cast(Tower, self.visual), inputs.tower_work, self.cp_group, embeddings_BTH.dtype)
             embeddings_BTH = embeddings_BTH.flatten(0, 1).index_copy(0, inputs.visual_positions_V, features[:, 0]).view_as(embeddings_BTH)
             deepstack_LWH = features[:, 1:].index_select(0, inputs.local_features_W).transpose(0, 1).contiguous()
         decoder_input_TBH = embeddings_BTH.transpose(0, 1).contiguous()

@@ -107,7 +107,8 @@ class TorchCoreAttention(MegatronModule):
         """Keys and values of all ranks, one rank's stream behind the other, in one collective."""
         if self.cp_group.size() == 1:
             return key, value
-        return gather_first_dim(torch.cat([key, value], dim=-1), self.cp_group).chunk(2, dim=-1)
+        keys, values = gather_first_dim(torch.cat([key, value], dim=-1), self.cp_group).chunk(2, dim=-1)
+        return keys, values
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return chunked_causal_attention(query, key, value, cp_size=self.cp_group.size(), cp_rank=self.cp_group.rank(), scale=self.scale)

@@ -52,8 +52,8 @@ class _NoStream:
     def __enter__(self) -> _NoStream:
         return self
 
-    def __exit__(self, *args: object) -> bool:
-        return False
+    def __exit__(self, *args: object) -> None:
+        pass
 
 
 def _replace_streams() -> None:

@@ -110,6 +110,7 @@ class DeepstackLayer(TransformerLayer):
         hidden_states, _ = super().forward(hidden_states, **kwargs)
         level = self.layer_number - 1
         if context is not None and level < context.size(0):
+            assert context_mask is not None
             flat = hidden_states.flatten(0, 1).index_add(0, context_mask, context[level])
             hidden_states = flat.view_as(hidden_states)
         return hidden_states, context

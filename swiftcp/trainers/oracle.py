@@ -30,7 +30,7 @@ def _media_inputs(sample: Sample, config: Any, device: torch.device) -> dict[str
     num_images = int((features.cumsum(0) <= num_image_features).sum()) if num_image_features else 0
     images, videos = sample.visual.grid_thw.split([num_images, len(features) - num_images])
     image_patches, video_patches = sample.visual.patches_PD.split([int(images.prod(-1).sum()), int(videos.prod(-1).sum())])
-    inputs = {}
+    inputs: dict[str, Tensor] = {}
     if len(images):
         inputs |= {"pixel_values": image_patches.to(device), "image_grid_thw": images.to(device)}
     if len(videos):

@@ -44,7 +44,7 @@ def test_chunks_of_the_head_give_the_plain_losses_and_gradients() -> None:
     for chunk_tokens in (1, 4, 100):
         losses = token_losses(hidden, weight, targets, vocab_size=37, chunk_tokens=chunk_tokens)
         got = torch.autograd.grad((losses * upstream).sum(), (hidden, weight))
-        assert (losses - plain).abs().max() < 1e-6
+        assert (losses - plain).abs().max() < 1e-5
         for ours, theirs in zip(got, expected, strict=True):
             assert (ours - theirs).abs().max() < 1e-5
     assert expected[1][37:].abs().max() == 0, "padding rows of the vocabulary take no part"

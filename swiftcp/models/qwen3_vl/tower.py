@@ -32,8 +32,9 @@ class Qwen3VLTower(Qwen3VLVisionModel):
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         super().__init__(config, *inputs, **kwargs)
-        self.patch_embed = LinearPatchEmbedding(self.patch_embed.proj)
-        for block in self.blocks:
+        self.patch_embed = LinearPatchEmbedding(self.patch_embed.proj)  # type: ignore[assignment]
+        blocks: Any = self.blocks
+        for block in blocks:
             block.attn = _Attention(block.attn)
 
     def encode(self, patches_PD: Tensor, grid_thw: Tensor, prepared: dict[str, Any]) -> Tensor:
