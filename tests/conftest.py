@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +12,12 @@ import pytest
 from tests.distributed.ranks import RankPool
 
 POOL_SIZE = 4
+
+# Before anything imports torch: tests are small operations in several processes, where more threads only wait for each other; and
+# importing torch, megatron-core and transformers without cached byte code takes each process half a minute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 @pytest.fixture(scope="session")
