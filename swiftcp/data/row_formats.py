@@ -48,6 +48,8 @@ def to_messages(raw: Mapping[str, Any]) -> list[Any]:
         raise DataError(f"the row reads as {' and as '.join(found)}: keep the columns of one format")
     if not found:
         if raw.get("text") is not None:
+            if raw.get("system"):
+                raise DataError("the row has text and system: a text has no system message; remove the column, or write messages")
             return [{"role": "text", "content": raw["text"]}]
         raise DataError(
             f"the row has the columns {', '.join(raw) or '(none)'}: expected messages, conversations, instruction and output, "
@@ -93,8 +95,9 @@ def _message(item: Any) -> Any:
     if not isinstance(item, Mapping) or "from" not in item:
         return item
     fields = {key: value for key, value in item.items() if key not in ("from", "value")}
-    role = _SHAREGPT_ROLES.get(item["from"], item["from"])
-    if item["from"] == "function_call":
+    speaker = item["from"]
+    role = _SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    if speaker == "function_call":
         calls = item.get("value")
         calls = calls if isinstance(calls, str) and calls.lstrip().startswith("[") else _as_list(calls)
         return {**fields, "role": role, "content": None, "tool_calls": calls}

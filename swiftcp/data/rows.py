@@ -189,7 +189,7 @@ def _parse_part(part: Any, position: int) -> Part | _Tag:
         raise DataError(f'message {position} has the part {shown(part)}: write {{"type": "text", "text": ...}}')
     fields = {key: value for key, value in part.items() if value is not None}
     kind = fields.pop("type", None) or next((key for key in ("text", "image", "video") if key in fields), None)
-    if kind not in _PART_TYPES:
+    if not isinstance(kind, str) or kind not in _PART_TYPES:
         raise DataError(f"message {position} has a part of type {shown(kind)}: use one of text, image, video")
     kind = _PART_TYPES[kind]
     if kind == "text":
@@ -273,6 +273,8 @@ def _fill(parts: _RawParts, media: Mapping[str, Iterator[ImagePart | VideoPart]]
 def _check_roles(roles: Sequence[str]) -> None:
     if not roles:
         raise DataError("the conversation is empty: give at least one message")
+    if TEXT_ROLE in roles and len(roles) > 1:
+        raise DataError(f"message {roles.index(TEXT_ROLE) + 1} has the role {TEXT_ROLE}: use one of {', '.join(ROLES)}")
     for position, role in enumerate(roles[1:], start=2):
         if role == "system":
             raise DataError(f"message {position} has the role system: only the first message may (is there a system column too?)")

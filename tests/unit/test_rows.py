@@ -204,11 +204,14 @@ def test_columns_as_json_strings() -> None:
         ({"messages": ["hi"]}, "message 1 is str 'hi'"),
         ({"messages": [{"role": "usr", "content": "u"}]}, "message 1 has the role str 'usr': use one of system, user"),
         ({"messages": [{"content": "u"}]}, "message 1 has the role NoneType None"),
+        ({"messages": [user("u"), {"role": "text", "content": "t"}, assistant("a")]}, "message 2 has the role text: use one of system"),
+        ({"conversations": [{"from": ["gpt"], "value": "a"}]}, "message 1 has the role list ['gpt']"),
         ({"messages": [user(7)]}, "message 1 has the content int 7"),
         ({"messages": [user(None)]}, "message 1 has the content NoneType None"),
         ({"messages": [user("u"), assistant(None)]}, "message 2 has the content NoneType None"),
         ({"messages": [user(["u"])]}, "message 1 has the part str 'u'"),
         ({"messages": [user([{"type": "audio", "audio": "a.wav"}])]}, "part of type str 'audio'"),
+        ({"messages": [user([{"type": ["text"], "text": "t"}])]}, "part of type list ['text']"),
         ({"messages": [user([{"type": "text", "text": 3}])]}, "text must be a string"),
         ({"messages": [user([{"type": "image", "image": "a.png", "max_pixels": 3}])]}, "unknown keys max_pixels"),
         ({"messages": [user([{"type": "image", "image": 3}])]}, "image int 3: it must be a path"),
@@ -235,6 +238,7 @@ def test_columns_as_json_strings() -> None:
         ({"query": "q", "response": "r", "history": [["q"]]}, "history 1 is ['q']"),
         ({"instruction": 3, "input": "a", "output": "b"}, "they must be strings"),
         ({"text": 3}, "message 1 has the content int 3"),
+        ({"text": "t", "system": "s"}, "the row has text and system"),
     ],
 )
 def test_refused(raw: Any, words: str) -> None:
