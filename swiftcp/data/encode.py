@@ -155,13 +155,16 @@ class RowEncoder:
 
 @contextmanager
 def _naming(row: Row) -> Iterator[None]:
-    """Errors about data get the row's file and line."""
+    """Errors about data get the row's file and line; what nobody foresaw gets them as a note."""
     try:
         yield
     except RowError:
         raise
     except DataError as error:
         raise row.error(str(error), "media" if isinstance(error, MediaError) else "row") from None
+    except Exception as error:
+        error.add_note(f"while reading {row.file}:{row.line}")
+        raise
 
 
 def _label(input_ids_L: Tensor, offsets_L2: np.ndarray, weights_C: np.ndarray) -> tuple[Tensor, Tensor]:

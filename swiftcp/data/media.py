@@ -108,7 +108,7 @@ def _data_uri(source: str) -> bytes:
 
 def _download(source: str, access: MediaAccess) -> bytes:
     if not access.allow_http:
-        raise MediaError(f"{label(source)}: downloads are off: fetch the file beforehand, or allow them")
+        raise MediaError(f"{label(source)}: downloads are off: fetch the file beforehand")
     try:
         with urllib.request.urlopen(source, timeout=access.http_timeout) as response:
             contents = response.read(_MAX_DOWNLOAD + 1)
@@ -134,7 +134,7 @@ def _opened(source: MediaSource, folder: Path, access: MediaAccess) -> Iterator[
     except MediaError:
         raise
     except Image.DecompressionBombError as error:
-        raise MediaError(f"image {label(source)} is too large to decode ({error}): shrink it, or raise max_image_pixels") from None
+        raise MediaError(f"image {label(source)} is too large to decode ({error}): shrink it") from None
     except Exception as error:  # decoders of broken files fail in many ways: OSError, SyntaxError, struct.error, ...
         raise MediaError(f"image {label(source)} cannot be read ({error or type(error).__name__}): replace the file") from None
     finally:

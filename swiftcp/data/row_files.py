@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import csv
-import difflib
 import itertools
 import json
 import re
@@ -20,6 +19,7 @@ from typing import Any, Protocol, overload
 
 import numpy as np
 
+from swiftcp.config.paths import missing, split_row_limit
 from swiftcp.data.rows import Row, RowError, parse_row
 from swiftcp.errors import DataError
 
@@ -74,21 +74,14 @@ def read_rows(datasets: Sequence[str | Path]) -> Rows:
 
 
 def _open_dataset(dataset: str) -> list[RowFile]:
-    path, count = dataset, None
-    if not Path(dataset).exists() and "#" in dataset:
-        path, _, text = dataset.rpartition("#")
-        if not text.isdecimal() or not int(text):
-            raise DataError(f"dataset {dataset}: '{text}' behind # must be a number of rows above 0")
-        count = int(text)
-    files = [_open_file(file) for file in _find_files(Path(path))]
+    path, count = split_row_limit(dataset)
+    files = [_open_file(file) for file in _find_files(path)]
     return files if count is None else _first_rows(files, count, dataset)
 
 
 def _find_files(path: Path) -> list[Path]:
     if not path.exists():
-        siblings = [str(other) for other in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = difflib.get_close_matches(str(path), siblings, n=1)
-        raise DataError(f"dataset {path} does not exist{f': did you mean {close[0]}?' if close else ': check the path'}")
+        raise DataError(missing("dataset", path))
     if path.is_file():
         return [path]
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in _READERS)

@@ -253,10 +253,6 @@ class Visuals:
         return torch.stack(read_frames(part.source, folder, self._access, indices, resized))
 
 
-def _grid_tensor(grids: Sequence[list[int]]) -> Tensor:
-    return torch.tensor(grids, dtype=torch.int64).view(-1, 3)
-
-
 def _video_label(part: VideoPart) -> str:
     if isinstance(part.source, tuple):
         return f"video of {len(part.source)} frames from {label(part.source[0])} on"

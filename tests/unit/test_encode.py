@@ -369,6 +369,15 @@ def test_template_that_drops_media(media: Path) -> None:
         RowEncoder(changed, lambda ids, images, videos: ids).length(parse_row(ROWS["image"], media / "d.jsonl", 1))
 
 
+def test_unforeseen_errors_name_the_row_too(media: Path) -> None:
+    def fail(*_: Any) -> Tensor:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        RowEncoder(processor(), fail).encode(parse_row(ROWS["text"], media / "d.jsonl", 3), 0)
+    assert pickle.loads(pickle.dumps(caught.value)).__notes__ == [f"while reading {media}/d.jsonl:3"]
+
+
 def test_encoder_can_be_sent(media: Path) -> None:
     again = pickle.loads(pickle.dumps(encoder(mode="pt", max_length=9)))
     row = parse_row(ROWS["image_and_video"], media / "d.jsonl", 1)
