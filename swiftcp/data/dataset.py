@@ -6,17 +6,20 @@ gives the same data set, or raises the same error, on all of them.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from swiftcp.data.batch import Sample
 from swiftcp.data.encode import RowEncoder
 from swiftcp.data.row_files import Rows, read_rows
-from swiftcp.data.rows import RowError
+from swiftcp.data.rows import Row, RowError
 from swiftcp.data.workers import map_in_order
 from swiftcp.errors import DataError
 
@@ -53,6 +56,8 @@ class RowScan:
     """Good rows above `max_length`, where `truncation_strategy` deletes them."""
     longest: int
     """Tokens of the longest row, deleted ones too."""
+    digest: str
+    """SHA-256 of what the good rows say, wherever their files lie: other data of the same lengths are told apart by it."""
 
 
 def scan_rows(
@@ -73,28 +78,30 @@ def scan_rows(
     kept, lengths = [], []
     bad: list[BadRow] = []
     deleted: list[BadRow] = []
-    longest = 0
+    longest, digest = 0, hashlib.sha256()
     if len(rows) < _FEW_ROWS:
         num_workers = 0
-    for index, (found, length) in enumerate(map_in_order(measure, range(len(rows)), num_workers=num_workers, prefetch_factor=16)):
+    measured = map_in_order(measure, range(len(rows)), num_workers=num_workers, prefetch_factor=16)
+    for index, (found, length, row_digest) in enumerate(measured):
         longest = max(longest, length)
         if found is None:
             kept.append(index)
             lengths.append(length)
+            digest.update(row_digest)
         else:
             (deleted if found.kind == "length" and encoder.truncation_strategy == "delete" else bad).append(found)
         if progress is not None:
             progress(index + 1, len(rows))
-    return RowScan(tuple(kept), tuple(lengths), tuple(bad), tuple(deleted), longest)
+    return RowScan(tuple(kept), tuple(lengths), tuple(bad), tuple(deleted), longest, digest.hexdigest())
 
 
 class _Measure:
-    """(what is wrong with a row, its length) of the row at an index; the length is 0 where it is unknown."""
+    """(what is wrong with a row, its length, its digest) of the row at an index; the length is 0 where it is unknown."""
 
     def __init__(self, rows: Rows, encoder: RowEncoder, check_media: bool) -> None:
         self._rows, self._encoder, self._check_media = rows, encoder, check_media
 
-    def __call__(self, index: int) -> tuple[BadRow | None, int]:
+    def __call__(self, index: int) -> tuple[BadRow | None, int, bytes]:
         length, limit = 0, self._encoder.max_length
         try:
             row = self._rows[index]
@@ -104,8 +111,19 @@ class _Measure:
             if self._check_media:
                 self._encoder.check_media(row)
         except RowError as error:
-            return BadRow(str(error.file), error.line, error.reason, error.kind), length
-        return None, length
+            return BadRow(str(error.file), error.line, error.reason, error.kind), length, b""
+        return None, length, _digest(row)
+
+
+def _digest(row: Row) -> bytes:
+    """Of the row's conversation, with the names of its media, and their bytes where it holds them."""
+    contents = [asdict(message) for message in row.messages], row.tools
+    return hashlib.sha256(json.dumps(contents, default=_plain).encode()).digest()
+
+
+def _plain(value: Any) -> str:
+    """What JSON cannot hold: a medium's bytes, or dates from Parquet."""
+    return hashlib.sha256(value).hexdigest() if isinstance(value, bytes) else str(value)
 
 
 class EncodedDataset:
@@ -116,6 +134,7 @@ class EncodedDataset:
         self.encoder = encoder
         self.kept = scan.kept
         self.lengths = scan.lengths
+        self.digest = scan.digest
         self.dropped: tuple[BadRow, ...] = (*scan.bad_rows, *scan.deleted_rows)
         """For bad_rows.jsonl."""
 
@@ -148,7 +167,8 @@ class EncodedDataset:
 
     def _select(self, places: Iterable[int]) -> EncodedDataset:
         places = tuple(places)
-        scan = RowScan(tuple(self.kept[i] for i in places), tuple(self.lengths[i] for i in places), self.dropped, (), 0)
+        kept, lengths = tuple(self.kept[i] for i in places), tuple(self.lengths[i] for i in places)
+        scan = RowScan(kept, lengths, self.dropped, (), 0, self.digest)
         return EncodedDataset(self.rows, self.encoder, scan)
 
 

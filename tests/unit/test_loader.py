@@ -244,6 +244,20 @@ def test_a_scan_can_be_handed_on(mixed: Path) -> None:
         load_dataset([mixed], encoder(max_length=100), scan=again)
 
 
+def test_the_digest_is_that_of_the_contents(tmp_path: Path) -> None:
+    def digest(name: str, rows: list[Any]) -> str:
+        return load_dataset([write_jsonl(tmp_path / name, rows)], encoder(), strict=False).digest
+
+    (tmp_path / "inner").mkdir()
+    tool = {"type": "function", "function": {"name": "at"}}
+    original = digest("a.jsonl", [chat("1", "2"), chat("3", "4")])
+    assert digest("inner/b.jsonl", [chat("1", "2"), {"bad": 1}, chat("3", "4")]) == original
+    others = [[chat("1", "2"), chat("3", "5")], [chat("3", "4"), chat("1", "2")], [chat("1", "2"), chat("3", "4", tools=[tool])]]
+    weighted = chat("3", "4")
+    weighted["messages"][1]["weight"] = 0.5
+    assert len({original, *(digest("c.jsonl", rows) for rows in [*others, [chat("1", "2"), weighted]])}) == 5
+
+
 def test_split(dataset: EncodedDataset) -> None:
     train, validation = dataset.split(0.3, seed=1)
     assert len(validation) == 3 and sorted(train.kept + validation.kept) == list(range(NUM_ROWS))
