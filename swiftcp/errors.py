@@ -4,6 +4,10 @@ Each is also a standard error, so that callers may catch either kind. `exit_code
 (docs: exit codes). All are picklable, for they cross process borders.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class SwiftcpError(Exception):
     """Base of all errors that this package raises on purpose."""
@@ -15,6 +19,14 @@ class ConfigError(SwiftcpError, ValueError):
     """A recipe, option, environment variable or layout is wrong. The message names value, rule and remedy."""
 
     exit_code = 2
+
+
+def raise_config_errors(problems: Sequence[str]) -> None:
+    """Raises: ConfigError: there are problems; it lists them all."""
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError("\n".join([f"{len(problems)} errors:", *(f"  - {problem}" for problem in problems)]))
 
 
 class DataError(SwiftcpError, ValueError):

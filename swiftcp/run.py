@@ -114,7 +114,7 @@ def run(command: Command, arguments: Sequence[str], *, values: Mapping[str, obje
 
 def _as_arguments(values: Mapping[str, object]) -> list[str]:
     """Values from Python as a command line, for ranks read one."""
-    texts = {name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in values.items()}
+    texts = {name: str(value) if isinstance(value, str | os.PathLike) else json.dumps(value, default=str) for name, value in values.items()}
     return [f"--{name}={text}" for name, text in texts.items()]
 
 

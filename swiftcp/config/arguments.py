@@ -8,8 +8,8 @@ from pathlib import Path
 
 from swiftcp.config.keys import Key
 from swiftcp.config.names import ALIASES, normalize
-from swiftcp.config.origin import Given, Origin, RawValue
 from swiftcp.config.recipe import parse_list
+from swiftcp.config.resolved import Given, Origin, RawValue
 from swiftcp.errors import ConfigError
 
 _NEGATIVE_NUMBER = re.compile(r"-\.?\d")

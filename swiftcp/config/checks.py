@@ -1,11 +1,10 @@
-"""Rules across keys. Each names rule, value and remedy; `find_problems` gives all that are broken at once."""
+"""Rules across keys. Each names rule, value and remedy; `validate` tells all that are broken at once."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from math import gcd
 from pathlib import Path
 from typing import Any
@@ -13,24 +12,20 @@ from typing import Any
 from swiftcp.config.concerns import (
     CheckpointConfig,
     Concern,
-    DataConfig,
     FreezeConfig,
     LoggingConfig,
     LogprobsOutputConfig,
-    MediaConfig,
+    ModelConfig,
     OptimizerConfig,
-    PackingConfig,
-    ParallelConfig,
     RecomputeConfig,
-    RuntimeConfig,
     TrainingConfig,
     ValidationDataConfig,
 )
-from swiftcp.config.machine import Machine
-from swiftcp.config.model_folder import ModelFacts
-from swiftcp.config.origin import Origin
-from swiftcp.config.paths import missing, split_row_limit
-from swiftcp.config.resolved import ResolvedConfig
+from swiftcp.config.defaults import fill_defaults
+from swiftcp.config.facts import Machine, ModelFacts, has_transformer_engine, read_model_facts
+from swiftcp.config.paths import CHECKPOINTS_FOLDER, INDEX_FILE, MARKER_FILE, WEIGHTS_FILE, missing, split_row_limit
+from swiftcp.config.resolved import Origin, ResolvedConfig
+from swiftcp.errors import ConfigError, raise_config_errors
 
 
 @dataclass(frozen=True)
@@ -38,7 +33,7 @@ class Case:
     """What a rule may look at."""
 
     config: Any
-    """A config model; a rule first asks which concerns it has."""
+    """A config model; a rule first asks for the concerns that not every command has."""
     origins: dict[str, Origin]
     machine: Machine
     facts: ModelFacts | None
@@ -72,9 +67,10 @@ def round_up(value: int, multiple: int) -> int:
 
 
 def _weights(case: Case) -> Iterator[Finding]:
-    config = case.config
-    if case.facts and not config.init_from_config and not any(Path(config.model).glob("*.safetensors")):
-        yield "model", f"model {config.model} holds no .safetensors weights: add them, or set init_from_config true for random ones"
+    config, folder = case.config, Path(case.config.model)
+    if case.facts and not config.init_from_config and not any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
+        names = f"neither {WEIGHTS_FILE} nor {INDEX_FILE}"
+        yield "model", f"model {folder} holds {names}: add the weights, or set init_from_config true for random ones"
 
 
 def _datasets(case: Case) -> Iterator[Finding]:
@@ -88,16 +84,12 @@ def _datasets(case: Case) -> Iterator[Finding]:
 
 
 def _alignment(case: Case) -> Iterator[Finding]:
-    if not case.has(PackingConfig, ParallelConfig):
-        return
     align, two_cp = case.config.pack_align, case.two_cp
     if align % two_cp:
         yield "pack_align", f"pack_align {align} is no multiple of 2*CP = {two_cp}: set {round_up(align, two_cp)}"
 
 
 def _lengths(case: Case) -> Iterator[Finding]:
-    if not case.has(DataConfig, PackingConfig, ParallelConfig):
-        return
     config, align = case.config, round_up(case.config.pack_align, case.two_cp)
     if not config.packing:
         if case.given("max_length") and config.max_length % case.two_cp:
@@ -117,8 +109,6 @@ def _lengths(case: Case) -> Iterator[Finding]:
 
 
 def _batch(case: Case) -> Iterator[Finding]:
-    if not case.has(PackingConfig, ParallelConfig):
-        return
     config = case.config
     if config.packing and config.micro_batch_size > 1:
         yield (
@@ -138,7 +128,7 @@ def _batch(case: Case) -> Iterator[Finding]:
 
 
 def _world(case: Case) -> Iterator[Finding]:
-    if case.has(ParallelConfig) and case.data_parallel_size is None:
+    if case.data_parallel_size is None:
         world_size, cp = case.machine.world_size, case.config.context_parallel_size
         yield (
             "context_parallel_size",
@@ -148,7 +138,7 @@ def _world(case: Case) -> Iterator[Finding]:
 
 
 def _heads(case: Case) -> Iterator[Finding]:
-    if not case.has(ParallelConfig) or case.config.cp_comm_type != "a2a" or case.facts is None:
+    if case.config.cp_comm_type != "a2a" or case.facts is None:
         return
     cp, divisor = case.config.context_parallel_size, gcd(case.facts.num_attention_heads, case.facts.num_key_value_heads)
     for name in ("num_attention_heads", "num_key_value_heads"):
@@ -161,8 +151,6 @@ def _heads(case: Case) -> Iterator[Finding]:
 
 
 def _device(case: Case) -> Iterator[Finding]:
-    if not case.has(RuntimeConfig):
-        return
     machine = case.machine
     if case.config.device == "cuda" and machine.num_gpus < machine.local_world_size:
         yield (
@@ -170,23 +158,21 @@ def _device(case: Case) -> Iterator[Finding]:
             f"device cuda with {machine.local_world_size} ranks on this machine, which has {machine.num_gpus} visible GPUs: "
             "set nproc_per_node to at most that, or device cpu",
         )
-    if case.config.device == "cpu" and getattr(case.config, "use_distributed_optimizer", False):
-        yield (
-            "use_distributed_optimizer",
-            "use_distributed_optimizer true with device cpu: its state could not be loaded again without Transformer Engine: set false",
-        )
 
 
 def _transformer_engine_problem(case: Case) -> str | None:
     if case.config.device == "cpu":
         return "device is cpu"
-    return None if importlib.util.find_spec("transformer_engine") else "transformer-engine is not installed (pip install 'swiftcp[te]')"
+    return None if has_transformer_engine() else "transformer-engine is not installed (pip install 'swiftcp[te]')"
 
 
-def _attention(case: Case) -> Iterator[Finding]:
-    if not case.has(ParallelConfig, RuntimeConfig):
-        return
+def _transformer_engine(case: Case) -> Iterator[Finding]:
     problem = _transformer_engine_problem(case)
+    if problem and case.has(OptimizerConfig) and case.config.use_distributed_optimizer:
+        yield (
+            "use_distributed_optimizer",
+            f"use_distributed_optimizer true, but {problem}: without Transformer Engine its state could not be loaded again: set false",
+        )
     if problem and case.config.attention_backend == "te":
         yield "attention_backend", f"attention_backend te, but {problem}: set auto or torch"
     if case.has(RecomputeConfig) and "layernorm" in (case.config.recompute_modules or []):
@@ -245,8 +231,6 @@ def _recompute(case: Case) -> Iterator[Finding]:
 
 
 def _media(case: Case) -> Iterator[Finding]:
-    if not case.has(MediaConfig):
-        return
     for low, high in (
         ("image_min_token_num", "image_max_token_num"),
         ("video_min_token_num", "video_max_token_num"),
@@ -271,7 +255,10 @@ def _writable(key: str, path: Path) -> Iterator[Finding]:
 
 def _outputs(case: Case) -> Iterator[Finding]:
     if case.has(CheckpointConfig):
-        yield from _writable("output_dir", Path(case.config.output_dir))
+        output_dir = Path(case.config.output_dir)
+        yield from _writable("output_dir", output_dir)
+        if case.config.save_safetensors and (output_dir / "hf").resolve() == Path(case.config.model).resolve():
+            yield "output_dir", f"output_dir {output_dir}: its hf folder is the model itself, which would be replaced: set another folder"
     if case.has(LogprobsOutputConfig):
         output = Path(case.config.output)
         yield from _writable("output", output.parent)
@@ -282,12 +269,18 @@ def _outputs(case: Case) -> Iterator[Finding]:
 def _resume(case: Case) -> Iterator[Finding]:
     if not case.has(CheckpointConfig) or case.config.resume == "auto":
         return
-    checkpoints = Path(case.config.output_dir) / "checkpoints"
-    if case.config.resume != "never":
-        if not Path(case.config.resume).is_dir():
-            yield "resume", f"{missing('resume', Path(case.config.resume))} (resume is auto, never or a checkpoint folder)"
-    elif checkpoints.is_dir() and any(checkpoints.iterdir()):
-        yield "resume", f"resume never, but {checkpoints} holds checkpoints: set resume auto, or another output_dir"
+    checkpoints, resume = Path(case.config.output_dir) / CHECKPOINTS_FOLDER, Path(case.config.resume)
+    if case.config.resume == "never":
+        if checkpoints.is_dir() and any(checkpoints.iterdir()):
+            yield "resume", f"resume never, but {checkpoints} holds checkpoints: set resume auto, or another output_dir"
+    elif not resume.exists():
+        yield "resume", f"{missing('resume', resume)} (resume is auto, never or a checkpoint folder)"
+    elif not (resume / MARKER_FILE).is_file():
+        yield (
+            "resume",
+            f"resume {resume} is no complete checkpoint, for it holds no {MARKER_FILE}: set resume to a folder like "
+            f"{checkpoints / 'step-000500'}, or to auto for the newest one in output_dir",
+        )
 
 
 RULES: tuple[Rule, ...] = (
@@ -299,7 +292,7 @@ RULES: tuple[Rule, ...] = (
     _batch,
     _heads,
     _device,
-    _attention,
+    _transformer_engine,
     _duration,
     _recompute,
     _media,
@@ -316,10 +309,9 @@ def _warn_lengths(case: Case) -> Iterator[Finding]:
 
 def _warn_without_effect(case: Case) -> Iterator[Finding]:
     config = case.config
-    without_te = case.has(ParallelConfig, RuntimeConfig) and (config.attention_backend == "torch" or config.device == "cpu")
-    if without_te and case.given("cp_comm_type"):
+    if case.given("cp_comm_type") and (config.attention_backend == "torch" or _transformer_engine_problem(case)):
         yield "cp_comm_type", f"cp_comm_type {config.cp_comm_type} has no effect without Transformer Engine's attention"
-    if case.has(PackingConfig) and not config.packing and case.given("packing_length"):
+    if not config.packing and case.given("packing_length"):
         yield "packing_length", f"packing_length {config.packing_length} has no effect with packing false"
     if case.has(RecomputeConfig) and config.recompute_granularity != "selective" and config.recompute_modules:
         granularity = config.recompute_granularity
@@ -343,16 +335,38 @@ def _warn_evaluation(case: Case) -> Iterator[Finding]:
 WARNINGS: tuple[Rule, ...] = (_warn_lengths, _warn_without_effect, _warn_evaluation)
 
 
-def _run(rules: tuple[Rule, ...], resolved: ResolvedConfig[Any], machine: Machine, facts: ModelFacts | None) -> list[str]:
-    case = Case(resolved.config, dict(resolved.origins), machine, facts)
+def _derived(case: Case) -> Iterator[str]:
+    """Lines about what follows from valid values."""
+    config, dp = case.config, case.data_parallel_size
+    assert dp is not None
+    yield f"world {case.machine.world_size} = cp {config.context_parallel_size} x dp {dp}"
+    if case.has(TrainingConfig):
+        unit = f"packs of {config.packing_length} tokens" if config.packing else "rows"
+        num_micro_batches = config.global_batch_size // (config.micro_batch_size * dp)
+        yield (
+            f"step: {config.global_batch_size} {unit} = micro_batch_size {config.micro_batch_size} x dp {dp} x "
+            f"{num_micro_batches} micro-batches of each rank"
+        )
+
+
+def _messages(rules: Sequence[Rule], case: Case) -> list[str]:
     return [f"{message} [{case.origins[key]}]" for rule in rules for key, message in rule(case)]
 
 
-def find_problems(resolved: ResolvedConfig[Any], machine: Machine, facts: ModelFacts | None) -> list[str]:
-    """Every broken rule, each with rule, value, remedy and the value's origin."""
-    return _run(RULES, resolved, machine, facts)
+def validate[C: Concern](resolved: ResolvedConfig[C], machine: Machine) -> ResolvedConfig[C]:
+    """Fill in the defaults that depend on model and machine, and check every rule across keys.
 
-
-def find_warnings(resolved: ResolvedConfig[Any], machine: Machine, facts: ModelFacts | None) -> list[str]:
-    """What is allowed but has no effect or a doubtful one."""
-    return _run(WARNINGS, resolved, machine, facts)
+    Raises:
+        ConfigError: rules are broken; all of them in one error.
+    """
+    assert isinstance(resolved.config, ModelConfig)
+    facts: ModelFacts | None = None
+    problems: list[str] = []
+    try:
+        facts = read_model_facts(Path(resolved.config.model))
+    except ConfigError as error:
+        problems.append(f"{error} [{resolved.origins['model']}]")
+    full = fill_defaults(resolved, machine, facts)
+    case = Case(full.config, dict(full.origins), machine, facts)
+    raise_config_errors([*problems, *_messages(RULES, case)])
+    return replace(full, warnings=(*full.warnings, *_messages(WARNINGS, case)), derived=tuple(_derived(case)))

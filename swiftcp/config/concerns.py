@@ -1,17 +1,23 @@
 """What can be configured: one model per concern, flat keys in one namespace.
 
 Invariant: a field's docstring is its help text and names its unit; a field without a default is required; a default of None is
-filled in by `swiftcp.config.complete`, as the docstring says, unless it says that None means something.
+filled in by `swiftcp.config.validate`, as the docstring says, unless it says that None means something.
 """
 
 from __future__ import annotations
 
-import os.path
+import os
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-PathText = Annotated[str, AfterValidator(os.path.expanduser)]
+
+def _path_text(value: object) -> object:
+    """Text with ~ expanded; also of a path object, from Python."""
+    return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value  # noqa: PTH111 (text stays as it was written)
+
+
+PathText = Annotated[str, BeforeValidator(_path_text)]
 TrainingMode = Literal["sft", "pt"]
 
 

@@ -18,8 +18,7 @@ from swiftcp.config.concerns import (
     RuntimeConfig,
     TrainingConfig,
 )
-from swiftcp.config.machine import Machine
-from swiftcp.config.model_folder import ModelFacts
+from swiftcp.config.facts import Machine, ModelFacts, has_transformer_engine
 from swiftcp.config.resolved import ResolvedConfig
 
 _MOST_WORKERS = 4
@@ -38,7 +37,8 @@ def _on_device(config: Concern, machine: Machine) -> Iterator[Default]:
     if isinstance(config, ModelConfig) and config.torch_dtype is None:
         yield "torch_dtype", "bfloat16" if on_cuda else "float32", f"device is {device}"
     if isinstance(config, OptimizerConfig) and config.use_distributed_optimizer is None:
-        yield "use_distributed_optimizer", on_cuda, f"device is {device}"
+        with_te = on_cuda and has_transformer_engine()
+        yield "use_distributed_optimizer", with_te, f"device is {device}, with{'' if with_te else 'out'} Transformer Engine"
 
 
 def _lengths(config: Concern, facts: ModelFacts | None) -> Iterator[Default]:

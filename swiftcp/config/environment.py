@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import ceil, floor
 
 from swiftcp.config.keys import Key
-from swiftcp.config.origin import Given, Origin
+from swiftcp.config.resolved import Given, Origin
 from swiftcp.errors import ConfigError
 
 VARIABLES: dict[str, str] = {

@@ -1,9 +1,16 @@
-"""Says what is wrong with a path that a user gave."""
+"""Paths that users give, and the names of files that more than one layer looks for."""
 
 from __future__ import annotations
 
 from difflib import get_close_matches
 from pathlib import Path
+
+WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+CHECKPOINTS_FOLDER = "checkpoints"
+"""In the output folder."""
+MARKER_FILE = "complete.json"
+"""In a checkpoint of a run; written last."""
 
 
 def missing(what: str, path: Path) -> str:

@@ -12,8 +12,8 @@ from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from swiftcp.config.origin import Given, Origin, RawValue
 from swiftcp.config.paths import missing
+from swiftcp.config.resolved import Given, Origin, RawValue
 from swiftcp.errors import ConfigError
 
 _MAX_BYTES = 1 << 20

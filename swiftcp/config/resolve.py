@@ -11,13 +11,12 @@ from pydantic import ValidationError
 from swiftcp.config.arguments import parse_arguments
 from swiftcp.config.concerns import Concern, LogprobsConfig, ParityConfig, TrainConfig
 from swiftcp.config.environment import environment_warnings, read_environment
+from swiftcp.config.facts import pixels_per_token
 from swiftcp.config.keys import Key, keys_of
-from swiftcp.config.model_folder import pixels_per_token
 from swiftcp.config.names import ADVICE, ALIASES, NOT_BUILT, nearest, normalize, unknown
-from swiftcp.config.origin import Given, Origin
-from swiftcp.config.problems import raise_all
 from swiftcp.config.recipe import read_recipe
-from swiftcp.config.resolved import ResolvedConfig
+from swiftcp.config.resolved import Given, Origin, ResolvedConfig
+from swiftcp.errors import raise_config_errors
 
 VALUE_ADVICE: dict[tuple[str, str], str] = {
     ("attention_backend", "flash"): "set te: Transformer Engine picks flash or fused attention",
@@ -130,7 +129,7 @@ def resolve[C: Concern](
     values: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> ResolvedConfig[C]:
-    """Read all sources and coerce each value to its declared type. Rules across keys come later: see `complete`.
+    """Read all sources and coerce each value to its declared type. Rules across keys come later: see `validate`.
 
     Args:
         arguments: command line without program and command: `[RECIPE.yaml] --key value ...`.
@@ -149,7 +148,7 @@ def resolve[C: Concern](
     from_environment = read_environment(environment, keys, _pixels_per_token(command_line, recipe))
     chosen = recipe | _by_key(from_environment, keys, problems) | command_line
     config = _coerce(config_class, chosen, keys, problems)
-    raise_all(problems)
+    raise_config_errors(problems)
     assert config is not None
     origins = {name: chosen[name].origin if name in chosen else Origin("default") for name in keys}
     return ResolvedConfig(config, origins, tuple(environment_warnings(environment, keys)))

@@ -1,18 +1,45 @@
-"""A configuration together with the origin of each value."""
+"""Values and where each came from: one that a user gave, and the configuration that all of them make up."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap
 
 from swiftcp.config.concerns import Concern
 from swiftcp.config.keys import Key, keys_of
-from swiftcp.config.origin import Origin
 from swiftcp.config.secrets import mask
+
+Level = Literal["command line", "python", "environment", "recipe", "default"]
+RawValue = object
+"""Text as the user wrote it, a list of such texts, or None; from Python any value."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The level that a value was taken from, and the place on it."""
+
+    level: Level
+    place: str = ""
+    """`train.yaml:3`, a variable's name, or why a default is what it is."""
+
+    def __str__(self) -> str:
+        if not self.place:
+            return self.level
+        return self.place if self.level == "recipe" else f"{self.level}: {self.place}"
+
+
+@dataclass(frozen=True)
+class Given:
+    """One value that a user gave, under the name that they used."""
+
+    name: str
+    value: RawValue
+    origin: Origin
 
 
 def _mask_all(value: object) -> object:

@@ -205,10 +205,10 @@ def test_sft_from_python(recorder, tmp_path, capsys):
 def test_python_values_reach_launched_ranks(recorder, tmp_path):
     given = arguments(tmp_path)
     values = {given[i].removeprefix("--"): given[i + 1] for i in range(0, len(given), 2)}
-    swiftcp.sft(values | {"context_parallel_size": 2, "dataset": [given[3]], "strict": False})
+    swiftcp.sft(values | {"context_parallel_size": 2, "model": Path(values["model"]), "dataset": [Path(given[3])], "strict": False})
     ((command, nproc),) = recorder.calls
     assert (command[0], nproc) == ("sft", 2)
-    assert {"--context_parallel_size=2", "--strict=false", f'--dataset=["{given[3]}"]'} <= set(command)
+    assert {"--context_parallel_size=2", "--strict=false", f"--model={values['model']}", f'--dataset=["{given[3]}"]'} <= set(command)
     recorder.calls.clear()
     assert main([*command, "--nproc_per_node=1", "--cp_comm_type=p2p"]) == 2  # they parse: only the number of ranks is wrong
     recorder.result = 3

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from swiftcp.config import LogprobsConfig, Machine, ParityConfig, TrainConfig, resolve, split_row_limit, validate
+from swiftcp.config import LogprobsConfig, Machine, ParityConfig, TrainConfig, resolve, validate
+from swiftcp.config.paths import split_row_limit
 from swiftcp.errors import ConfigError
 from tests.unit.config_fixtures import ONE_CPU_RANK, arguments, valid, write_model, write_rows
 
@@ -37,11 +38,14 @@ def test_defaults_that_depend_on_model_and_machine(tmp_path):
     assert str(resolved.origins["max_length"]) == "default: max_position_embeddings of the model"
 
 
-def test_defaults_on_gpus(tmp_path):
+@pytest.mark.parametrize("with_te", [True, False])
+def test_defaults_on_gpus(tmp_path, monkeypatch, with_te):
+    for module in ("checks", "defaults"):
+        monkeypatch.setattr(f"swiftcp.config.{module}.has_transformer_engine", lambda: with_te)
     given = without(arguments(tmp_path, "-cp", "2"), "--device")
     resolved = validate(resolve(TrainConfig, given, environment={}), Machine(8, 8, 8))
     config = resolved.config
-    assert (config.device, config.torch_dtype, config.use_distributed_optimizer) == ("cuda", "bfloat16", True)
+    assert (config.device, config.torch_dtype, config.use_distributed_optimizer) == ("cuda", "bfloat16", with_te)
     assert resolved.derived[0] == "world 8 = cp 2 x dp 4"
 
 
@@ -96,7 +100,7 @@ def test_derived_lines(tmp_path):
         ("--image_min_token_num 9 --image_max_token_num 8", 1, "image_min_token_num 9 is above image_max_token_num 8"),
         ("--fps_min_frames 9 --fps_max_frames 8", 1, "fps_min_frames 9 is above"),
         ("--freeze_llm true --freeze_vit true --freeze_aligner true", 1, "nothing would be trained"),
-        ("--use_distributed_optimizer true", 1, "set false"),
+        ("--use_distributed_optimizer true", 1, "use_distributed_optimizer true, but device is cpu"),
         ("--resume missing", 1, "resume missing does not exist"),
     ],
 )
@@ -167,7 +171,8 @@ def test_model_folder_errors(tmp_path):
     assert "holds no config.json" in error()
     (model / "config.json").write_text(good)
     (model / "model.safetensors").unlink()
-    assert "set init_from_config true" in error()
+    (model / "adapter_model.safetensors").touch()
+    assert "holds neither model.safetensors nor model.safetensors.index.json" in error()
 
 
 def test_random_weights_need_no_weights_file(tmp_path):
@@ -201,13 +206,28 @@ def test_resume_never_refuses_a_folder_with_checkpoints(tmp_path):
     assert valid(tmp_path, "--resume", "never").config.resume == "never"
     (tmp_path / "out" / "checkpoints" / "step-000001").mkdir(parents=True)
     assert "holds checkpoints" in error_of(tmp_path, "--resume", "never")
-    assert valid(tmp_path, "--resume", str(tmp_path / "out" / "checkpoints" / "step-000001")).config.resume.endswith("step-000001")
+
+
+def test_resume_names_a_complete_checkpoint(tmp_path):
+    checkpoints = tmp_path / "out" / "checkpoints"
+    checkpoint = checkpoints / "step-000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoints / "latest").write_text("step-000001\n")
+    for name in ("out", "out/checkpoints", "out/checkpoints/latest", "out/checkpoints/step-000001"):
+        assert f"{name} is no complete checkpoint, for it holds no complete.json" in error_of(tmp_path, "--resume", f"{tmp_path}/{name}")
+    assert f"did you mean '{checkpoint}'?" in error_of(tmp_path, "--resume", f"{checkpoints}/step-00001")
+    (checkpoint / "complete.json").touch()
+    assert valid(tmp_path, "--resume", str(checkpoint)).config.resume == str(checkpoint)
 
 
 def test_outputs_must_be_writable_places(tmp_path):
     given = without(arguments(tmp_path), "--output_dir")
     with pytest.raises(ConfigError, match=r"output_dir .* cannot be made: .* is a file"):
         validate(resolve(TrainConfig, [*given, "--output_dir", f"{tmp_path}/rows.jsonl/out"], environment={}), ONE_CPU_RANK)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "hf").symlink_to(tmp_path / "model")
+    assert "its hf folder is the model itself" in error_of(tmp_path)
+    assert valid(tmp_path, "--save_safetensors", "false")
     with pytest.raises(ConfigError, match="is a folder: name a file in it"):
         validate(resolve(LogprobsConfig, [*given, "--output", str(tmp_path)], environment={}), ONE_CPU_RANK)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from swiftcp.config import mask
+from swiftcp.config.secrets import mask
 
 
 @pytest.mark.parametrize(

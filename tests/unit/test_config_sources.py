@@ -260,6 +260,8 @@ def test_an_empty_recipe_gives_nothing(tmp_path):
 def test_values_from_python():
     resolved = resolve(TrainConfig, values={"model": "m", "dataset": ["a"], "learning_rate": 1e-4, "packing": False}, environment={})
     assert (resolved.config.lr, resolved.config.packing, str(resolved.origins["lr"])) == (1e-4, False, "python")
+    paths = resolve(TrainConfig, values={"model": Path("m"), "dataset": [Path("a"), "b"]}, environment={}).config
+    assert (paths.model, paths.dataset) == ("m", ["a", "b"])
 
 
 def test_resolved_configuration_is_a_recipe_again(tmp_path):

@@ -1,7 +1,8 @@
-"""What validation needs to know of a checkpoint: read from its config.json, without `transformers`."""
+"""What rules and defaults refer to: the machine, and the model as its config.json describes it, read without `transformers`."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +16,21 @@ _PIXELS_PER_TOKEN = 32 * 32
 
 
 @dataclass(frozen=True)
-class ModelFacts:
-    """Sizes that rules refer to."""
+class Machine:
+    """The ranks of a run and this machine's devices."""
 
-    model_type: str
+    world_size: int
+    """Ranks on all machines."""
+    local_world_size: int
+    """Ranks on this machine."""
+    num_gpus: int
+    """GPUs that this machine's ranks may use."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of a model."""
+
     num_attention_heads: int
     num_key_value_heads: int
     num_hidden_layers: int
@@ -57,7 +69,6 @@ def read_model_facts(folder: Path) -> ModelFacts:
     try:
         num_attention_heads = int(text["num_attention_heads"])
         return ModelFacts(
-            model_type=model_type,
             num_attention_heads=num_attention_heads,
             num_key_value_heads=int(text.get("num_key_value_heads") or num_attention_heads),
             num_hidden_layers=int(text["num_hidden_layers"]),
@@ -66,6 +77,11 @@ def read_model_facts(folder: Path) -> ModelFacts:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{folder / 'config.json'} lacks a size or has a wrong one ({error}): download the model again") from None
+
+
+def has_transformer_engine() -> bool:
+    """Whether it is installed; whether it works is known once a rank imports it."""
+    return importlib.util.find_spec("transformer_engine") is not None
 
 
 def pixels_per_token(folder: str | None) -> int:
