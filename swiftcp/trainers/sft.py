@@ -205,12 +205,12 @@ def run_steps(run: Run, state: RunState, stream: BatchStream) -> None:
             lr = float(run.optimizer.param_groups[0]["lr"])
             began = perf_counter()
             totals, grad_norm = train_step(run.runner, run.optimizer, run.scheduler, batches, stream.num_micro_batches)
-            seconds = perf_counter() - began
+            seconds, waited = perf_counter() - began, batches.take_seconds()
             skipped_in_a_row = count_skipped(skipped_in_a_row, grad_norm, state.step + 1)
             state = advance(run, state, totals, grad_norm, clock.elapsed())
             eval_loss = evaluate_if_due(run, state, stream.num_micro_batches)
             if is_due(state.step, run.config.logging_steps, num_steps) or eval_loss is not None:
-                log.write(make_record(run, state, totals, grad_norm, lr, seconds, batches.take_seconds(), clock, eval_loss))
+                log.write(make_record(run, state, totals, grad_norm, lr, seconds, waited, clock, eval_loss))
             save_if_due(run, state, request)
 
 

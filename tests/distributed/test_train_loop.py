@@ -80,19 +80,19 @@ def test_a_layout_trains_as_one_rank_does(
 
 
 def test_padded_rows_train_the_same_in_any_layout(ranks: RankPool, recipe: dict[str, Any], tmp_path: Path) -> None:
-    """Without packing, micro-batches of other sizes and ranks still make the same steps."""
-    values = {**recipe, "packing": False, "train_iters": 3, "num_train_epochs": None, "split_dataset_ratio": 0.0, "eval_steps": None}
-    values = {key: value for key, value in values.items() if value is not None}
-    layouts = {
+    """Without packing, micro-batches of other sizes and ranks still make the same steps, and see the same 7 validation rows."""
+    changes = {"packing": False, "train_iters": 3, "eval_steps": 1, "val_dataset": [str(write_rows(tmp_path / "val", 7, first=100))]}
+    values = {key: value for key, value in {**recipe, **changes}.items() if key not in ("num_train_epochs", "split_dataset_ratio")}
+    layouts: dict[str, tuple[int, dict[str, Any]]] = {
         "one": (1, {}),
         "rows2_cp2": (2, {"micro_batch_size": 2, "context_parallel_size": 2}),
         "rows2_dp2": (2, {"micro_batch_size": 2}),
     }
     series = []
-    for name, (num_ranks, changes) in layouts.items():
-        answers = ranks.run(run_sft, {**values, **changes, "output_dir": str(tmp_path / name)}, num_ranks=num_ranks)
+    for name, (num_ranks, layout) in layouts.items():
+        answers = ranks.run(run_sft, {**values, **layout, "output_dir": str(tmp_path / name)}, num_ranks=num_ranks)
         assert answers == ["done"] * num_ranks
-        series.append([(one["loss"], one["grad_norm"]) for one in logged(tmp_path / name)])
+        series.append([(one["loss"], one["grad_norm"], one["eval_loss"]) for one in logged(tmp_path / name)])
     assert len(series[0]) == 3
     for other in series[1:]:
         for got, expected in zip(other, series[0], strict=True):
