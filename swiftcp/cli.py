@@ -1,6 +1,6 @@
 """The command line: parses and dispatches, and imports neither torch nor anything that does.
 
-The options of `sft`, `pt`, `logprobs` and `parity` are the keys of their config models: typer shows them, `swiftcp.config` reads them.
+The options of commands that train or measure are the keys of their config models: typer shows them, `swiftcp.config` reads them.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ _add_config_command("sft", "Supervised fine-tuning: loss on assistant turns.")
 _add_config_command("pt", "(Continued) pre-training: loss on every text token, no chat template.")
 _add_config_command("logprobs", "Per-token log-probabilities of a data set under any parallel layout.")
 _add_config_command("parity", "Prove that a layout gives the same results as one rank, and as transformers, on this machine.")
+_add_config_command("bench", "Training speed of a real shape with random weights: tokens/s, MFU, peak memory, seconds by part.")
 
 
 @app.command()

@@ -14,17 +14,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from swiftcp.config import Concern, LogprobsConfig, Machine, ParityConfig, ResolvedConfig, TrainConfig, resolve, validate
+from swiftcp.config.bench import BenchConfig, validate_bench
+from swiftcp.config.facts import read_shape_facts
 from swiftcp.errors import ConfigError, PreemptedError, TrainingError
 from swiftcp.launch import count_gpus, launch_local
+from swiftcp.models.shapes import find_shape
 from swiftcp.topology import Topology, find_topology
 
-Command = Literal["sft", "pt", "logprobs", "parity"]
+Command = Literal["sft", "pt", "logprobs", "parity", "bench"]
 
 CONFIG_CLASSES: dict[Command, type[Concern]] = {
     "sft": TrainConfig,
     "pt": TrainConfig,
     "logprobs": LogprobsConfig,
     "parity": ParityConfig,
+    "bench": BenchConfig,
 }
 
 
@@ -45,7 +49,10 @@ def prepare(
         num_gpus=0 if config.device == "cpu" else num_gpus,
         model_parallel_size=config.context_parallel_size,
     )
-    return validate(resolved, Machine(topology.world_size, topology.local_world_size, num_gpus)), topology
+    machine = Machine(topology.world_size, topology.local_world_size, num_gpus)
+    if isinstance(config, BenchConfig):
+        return validate_bench(resolved, machine, read_shape_facts(find_shape(config.shape))), topology
+    return validate(resolved, machine), topology
 
 
 def _run_rank(command: Command, resolved: ResolvedConfig[Any], topology: Topology) -> None:
@@ -58,6 +65,11 @@ def _run_rank(command: Command, resolved: ResolvedConfig[Any], topology: Topolog
         from swiftcp.trainers import logprobs
 
         logprobs.run(resolved)
+        return
+    if command == "bench":
+        from swiftcp.trainers import bench
+
+        bench.run(resolved)
         return
     assert command in ("sft", "pt")
     from swiftcp.trainers import sft

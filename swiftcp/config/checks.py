@@ -302,6 +302,10 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+BENCH_RULES: tuple[Rule, ...] = (_world, _heads, _device, _transformer_engine, _recompute, _trained_parts)
+"""Those that hold without a model folder and rows."""
+
+
 def _warn_lengths(case: Case) -> Iterator[Finding]:
     if case.facts and case.config.max_length and case.config.max_length > case.facts.max_position_embeddings:
         yield "max_length", f"max_length {case.config.max_length} is above the model's {case.facts.max_position_embeddings} positions"
@@ -353,6 +357,11 @@ def _messages(rules: Sequence[Rule], case: Case) -> list[str]:
     return [f"{message} [{case.origins[key]}]" for rule in rules for key, message in rule(case)]
 
 
+def check(rules: Sequence[Rule], case: Case, problems: Sequence[str] = ()) -> None:
+    """Raises: ConfigError: rules are broken, or there were problems before; all of them in one error."""
+    raise_config_errors([*problems, *_messages(rules, case)])
+
+
 def validate[C: Concern](resolved: ResolvedConfig[C], machine: Machine) -> ResolvedConfig[C]:
     """Fill in the defaults that depend on model and machine, and check every rule across keys.
 
@@ -368,5 +377,5 @@ def validate[C: Concern](resolved: ResolvedConfig[C], machine: Machine) -> Resol
         problems.append(f"{error} [{resolved.origins['model']}]")
     full = fill_defaults(resolved, machine, facts)
     case = Case(full.config, dict(full.origins), machine, facts)
-    raise_config_errors([*problems, *_messages(RULES, case)])
+    check(RULES, case, problems)
     return replace(full, warnings=(*full.warnings, *_messages(WARNINGS, case)), derived=tuple(_derived(case)))

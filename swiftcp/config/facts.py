@@ -48,6 +48,10 @@ def _read_json(folder: Path) -> dict:
     path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"model folder {folder} holds no config.json: set model to a Hugging Face folder")
+    return _parse(path)
+
+
+def _parse(path: Path) -> dict:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -59,11 +63,19 @@ def _read_json(folder: Path) -> dict:
 
 def read_model_facts(folder: Path) -> ModelFacts:
     """Raises: ConfigError: no folder, no config.json, an unsupported family, or a size that is missing."""
-    config = _read_json(folder)
+    return _facts(_read_json(folder), folder / "config.json")
+
+
+def read_shape_facts(file: Path) -> ModelFacts:
+    """Those of a lone config.json. Raises: ConfigError: an unsupported family, or a size that is missing."""
+    return _facts(_parse(file), file)
+
+
+def _facts(config: dict, file: Path) -> ModelFacts:
     model_type = config.get("model_type")
     if model_type not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
-        raise ConfigError(f"model_type '{model_type}' of {folder / 'config.json'} is not supported: use a model of {supported}")
+        raise ConfigError(f"model_type '{model_type}' of {file} is not supported: use a model of {supported}")
     text = config.get("text_config", {})
     vision = config.get("vision_config", {})
     try:
@@ -76,7 +88,7 @@ def read_model_facts(folder: Path) -> ModelFacts:
             pixels_per_token=(int(vision["patch_size"]) * int(vision["spatial_merge_size"])) ** 2,
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder / 'config.json'} lacks a size or has a wrong one ({error}): download the model again") from None
+        raise ConfigError(f"{file} lacks a size or has a wrong one ({error}): download the model again") from None
 
 
 def has_transformer_engine() -> bool:

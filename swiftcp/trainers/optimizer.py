@@ -8,6 +8,7 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from swiftcp.config.bench import BenchConfig
 from swiftcp.config.concerns import TrainConfig
 from swiftcp.errors import ConfigError
 from swiftcp.models.mm_gpt_model import MultimodalGPTModel
@@ -15,7 +16,7 @@ from swiftcp.parallel.layer_specs import transformer_engine_problem
 from swiftcp.parallel.mesh import Mesh
 
 
-def check_optimizer(config: TrainConfig) -> None:
+def check_optimizer(config: TrainConfig | BenchConfig) -> None:
     """Raises: ConfigError: the distributed optimizer is asked for where its state could not be read back."""
     if config.use_distributed_optimizer and (problem := transformer_engine_problem()):
         raise ConfigError(
@@ -42,7 +43,7 @@ def wrap_model(model: MultimodalGPTModel, mesh: Mesh, *, use_distributed_optimiz
     return ddp
 
 
-def build_optimizer(ddp: DistributedDataParallel, config: TrainConfig) -> MegatronOptimizer:
+def build_optimizer(ddp: DistributedDataParallel, config: TrainConfig | BenchConfig) -> MegatronOptimizer:
     """AdamW; as usual in megatron-core, biases and norms (one dim) do not decay. bfloat16 weights have float32 masters."""
     settings = MegatronOptimizerConfig(
         optimizer="adam",
@@ -62,13 +63,13 @@ def build_optimizer(ddp: DistributedDataParallel, config: TrainConfig) -> Megatr
     return optimizer
 
 
-def warmup_iters(config: TrainConfig, train_iters: int) -> int:
+def warmup_iters(config: TrainConfig | BenchConfig, train_iters: int) -> int:
     """Steps of warm-up; always fewer than all."""
     warmup = config.lr_warmup_iters if config.lr_warmup_fraction is None else round(config.lr_warmup_fraction * train_iters)
     return min(warmup, train_iters - 1)
 
 
-def build_scheduler(optimizer: MegatronOptimizer, config: TrainConfig, train_iters: int) -> OptimizerParamScheduler:
+def build_scheduler(optimizer: MegatronOptimizer, config: TrainConfig | BenchConfig, train_iters: int) -> OptimizerParamScheduler:
     """Linear warm-up from 0, then the decay, which reaches `min_lr` after `train_iters` optimizer updates."""
     warmup = warmup_iters(config, train_iters)
     return OptimizerParamScheduler(

@@ -11,7 +11,8 @@ import torch
 from megatron.core import tensor_parallel
 
 from swiftcp.checkpoint.hf_reader import load_hf_folder
-from swiftcp.config.concerns import LogprobsConfig, ParityConfig, TrainConfig
+from swiftcp.config.bench import BenchConfig
+from swiftcp.config.concerns import LogprobsConfig, ParityConfig, RecomputeConfig, TrainConfig
 from swiftcp.errors import ConfigError
 from swiftcp.models.build import build_model, transformer_config
 from swiftcp.models.family import Family
@@ -42,7 +43,7 @@ class Source:
     geometry: TowerGeometry
 
 
-def start_ranks(config: RunConfig) -> Mesh:
+def start_ranks(config: RunConfig | BenchConfig) -> Mesh:
     """Device, process group, mesh and seeds of this rank. What follows must run inside `cpu_shim.cpu_mode()`.
 
     Raises:
@@ -78,9 +79,23 @@ def load_source(folder: Path) -> Source:
     return Source(folder, family, hf_config, processor, family.tower_geometry(hf_config))
 
 
-def _recompute_tower(tower: Any) -> None:
+def recompute_tower(tower: Any) -> None:
+    """Compute the layers of a tower of `transformers` again in the backward pass."""
     tower.main_input_name = "hidden_states"  # transformers 5 takes it for a text model, and warns that it has no token embeddings
     tower.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def recompute_fields(config: RecomputeConfig) -> dict[str, Any]:
+    """megatron-core's names for what is computed again in the backward pass."""
+    if config.recompute_granularity == "none":
+        return {}
+    if config.recompute_granularity == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": config.recompute_modules}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": config.recompute_method,
+        "recompute_num_layers": config.recompute_num_layers,
+    }
 
 
 def load_model(config: RunConfig, source: Source, mesh: Mesh, *, checkpointed_tower: bool = False, **recompute: Any) -> MultimodalGPTModel:
@@ -101,7 +116,7 @@ def load_model(config: RunConfig, source: Source, mesh: Mesh, *, checkpointed_to
     )
     model = build_model(source.family, source.hf_config, settings, mesh, backend=backend)
     if checkpointed_tower:
-        _recompute_tower(model.visual)
+        recompute_tower(model.visual)
     table = source.family.name_table(source.hf_config)
     if config.init_from_config:
         initialize(model, table, source.hf_config, config.seed)

@@ -33,7 +33,7 @@ from swiftcp.trainers.logs import Clock, LogRecord, RunLog, TimedIterator, memor
 from swiftcp.trainers.optimizer import build_optimizer, build_scheduler, check_optimizer, wrap_model
 from swiftcp.trainers.resume import find_checkpoint, fingerprint, first_state, place_in_epoch, saved_step
 from swiftcp.trainers.run_files import write_run_files
-from swiftcp.trainers.setup import Source, load_model, load_source, start_ranks
+from swiftcp.trainers.setup import Source, load_model, load_source, recompute_fields, start_ranks
 from swiftcp.trainers.signals import StopRequest, stop_on_sigterm
 from swiftcp.trainers.step import Runner, Totals, train_step
 
@@ -154,19 +154,6 @@ def build_run(config: TrainConfig, source: Source, data: Data, mesh: Mesh) -> Ru
         optimizer=optimizer,
         scheduler=build_scheduler(optimizer, config, data.plan.num_steps),
     )
-
-
-def recompute_fields(config: TrainConfig) -> dict[str, Any]:
-    """megatron-core's names for what is computed again in the backward pass."""
-    if config.recompute_granularity == "none":
-        return {}
-    if config.recompute_granularity == "selective":
-        return {"recompute_granularity": "selective", "recompute_modules": config.recompute_modules}
-    return {
-        "recompute_granularity": "full",
-        "recompute_method": config.recompute_method,
-        "recompute_num_layers": config.recompute_num_layers,
-    }
 
 
 def log_parameters(model: MultimodalGPTModel) -> None:

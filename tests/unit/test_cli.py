@@ -16,12 +16,13 @@ import swiftcp
 from swiftcp import run as run_module
 from swiftcp.cli import main
 from swiftcp.config import LogprobsConfig, ParityConfig, TrainConfig
+from swiftcp.config.bench import BenchConfig
 from swiftcp.config.keys import keys_of
 from swiftcp.errors import ConfigError, PreemptedError, TrainingError
 from tests.unit.config_fixtures import arguments
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-COMMANDS = ("sft", "pt", "logprobs", "parity", "tiny", "doctor")
+COMMANDS = ("sft", "pt", "logprobs", "parity", "bench", "tiny", "doctor")
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +67,7 @@ def test_version_is_that_of_the_package():
     assert (REPOSITORY / "swiftcp" / "py.typed").exists()
 
 
-@pytest.mark.parametrize(("command", "config_class"), [("sft", TrainConfig), ("logprobs", LogprobsConfig), ("parity", ParityConfig)])
+@pytest.mark.parametrize(("command", "config_class"), [("sft", TrainConfig), ("logprobs", LogprobsConfig), ("parity", ParityConfig), ("bench", BenchConfig)])
 def test_help_shows_every_key_by_concern(command, config_class, capsys):
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out

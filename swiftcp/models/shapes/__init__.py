@@ -20,3 +20,17 @@ def shape_file(name: str) -> Path:
     if name not in shape_names():
         raise ConfigError(f"shape {name!r} is not known: use one of {', '.join(shape_names())}")
     return Path(__file__).parent / f"{name}.json"
+
+
+def find_shape(name_or_path: str) -> Path:
+    """The config.json of a public model by name, or the one that a path leads to.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    path = Path(name_or_path)
+    if path.is_file():
+        return path
+    if (path / "config.json").is_file():
+        return path / "config.json"
+    return shape_file(name_or_path)
