@@ -17,11 +17,11 @@ from pathlib import Path
 
 from swiftcp.checkpoint.durable import UNFINISHED, flush, remove_folder, write_text
 from swiftcp.checkpoint.together import from_first_rank, gather_all, is_first_rank, rank_and_size
+from swiftcp.config.paths import CHECKPOINTS_FOLDER, MARKER_FILE
 from swiftcp.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MARKER_FILE = "complete.json"
 LATEST_FILE = "latest"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 
@@ -57,7 +57,7 @@ class Marker:
 
 
 def checkpoints_folder(output_dir: Path) -> Path:
-    return output_dir / "checkpoints"
+    return output_dir / CHECKPOINTS_FOLDER
 
 
 def step_folder(output_dir: Path, step: int) -> Path:
@@ -88,11 +88,15 @@ def _problem(checkpoint: Path, name: str, record: FileRecord) -> str | None:
     return None
 
 
+def _not_completed(checkpoint: Path) -> str:
+    return f"{checkpoint / MARKER_FILE} is missing or cannot be read: the checkpoint was not completed"
+
+
 def find_problems(checkpoint: Path) -> list[str]:
     """What is wrong with a checkpoint; empty if it is whole. Called on all ranks, which share the files out among them."""
     marker = from_first_rank(Marker.read(checkpoint))
     if marker is None:
-        return [f"{checkpoint / MARKER_FILE} is missing or cannot be read: the checkpoint was not completed"]
+        return [_not_completed(checkpoint)]
     rank, size = rank_and_size()
     mine = sorted(marker.files.items())[rank::size]
     problems = [problem for name, record in mine if (problem := _problem(checkpoint, name, record))]
@@ -106,13 +110,17 @@ def _folders(output_dir: Path) -> list[Path]:
 
 def completed(output_dir: Path) -> list[Path]:
     """Checkpoints that bear a marker, oldest save first. Their files are not looked at."""
-    markers = [(marker.number, path) for path in _folders(output_dir) if (marker := Marker.read(path))]
-    return [path for _, path in sorted(markers)]
+    return [path for _, path in _numbered(output_dir)]
 
 
 def next_number(output_dir: Path) -> int:
     """The number of the next save."""
-    return 1 + max((marker.number for path in _folders(output_dir) if (marker := Marker.read(path))), default=0)
+    return 1 + max((number for number, _ in _numbered(output_dir)), default=0)
+
+
+def _numbered(output_dir: Path) -> list[tuple[int, Path]]:
+    """(number of the save, folder) of each checkpoint that bears a marker, in order."""
+    return sorted((marker.number, path) for path in _folders(output_dir) if (marker := Marker.read(path)))
 
 
 def find_latest(output_dir: Path, *, strict: bool = False) -> Path | None:
@@ -124,7 +132,7 @@ def find_latest(output_dir: Path, *, strict: bool = False) -> Path | None:
         CheckpointError: there are checkpoints and none is whole; or, if `strict`, one that would be passed over is damaged.
     """
     without_marker, newest_first = from_first_rank(_candidates(output_dir) if is_first_rank() else None)
-    problems = [f"{path / MARKER_FILE} is missing or cannot be read: the checkpoint was not completed" for path in without_marker]
+    problems = [_not_completed(path) for path in without_marker]
     for checkpoint in newest_first:
         found = find_problems(checkpoint)
         if not found:

@@ -18,13 +18,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from swiftcp.checkpoint.name_table import NameTable, Rule
-from swiftcp.checkpoint.unwrap import unwrap
+from swiftcp.config.paths import INDEX_FILE, WEIGHTS_FILE
 from swiftcp.errors import WeightsError
 
 logger = logging.getLogger(__name__)
 
-WEIGHTS_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_NAMES_SHOWN = 10
@@ -128,6 +126,13 @@ def _some(names: Iterable[str]) -> str:
     names = list(names)
     more = len(names) - _MAX_NAMES_SHOWN
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The bare model, without DDP and megatron-core's precision module."""
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]
+    return model
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

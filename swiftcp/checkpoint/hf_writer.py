@@ -18,9 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from swiftcp.checkpoint.durable import flush, new_folder
-from swiftcp.checkpoint.hf_reader import INDEX_FILE, WEIGHTS_FILE, HFFolder, model_tensors, stored_names
+from swiftcp.checkpoint.hf_reader import HFFolder, model_tensors, stored_names
 from swiftcp.checkpoint.name_table import NameTable, Rule
 from swiftcp.checkpoint.together import is_first_rank, together
+from swiftcp.config.paths import INDEX_FILE, WEIGHTS_FILE
 from swiftcp.errors import ConfigError, WeightsError
 from swiftcp.failpoints import failpoint
 

@@ -16,6 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from swiftcp.checkpoint.together import is_first_rank
+
 logger = logging.getLogger(__name__)
 
 FOLDER = "random_states"
@@ -48,7 +50,8 @@ def load_random_states(checkpoint: Path) -> None:
     file = _file(checkpoint)
     tensors, rest = _read(file) if file.exists() else ({}, {"num_ranks": 0})
     if rest["num_ranks"] != dist.get_world_size():
-        logger.warning("the random states of %s are those of another number of ranks: they are seeded afresh", checkpoint)
+        if is_first_rank():
+            logger.warning("the random states of %s are those of another number of ranks: they are seeded afresh", checkpoint)
         return
     version, python_gauss = rest["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), python_gauss))

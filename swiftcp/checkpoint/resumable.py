@@ -37,11 +37,11 @@ from swiftcp.checkpoint.catalog import (
     step_folder,
 )
 from swiftcp.checkpoint.durable import aside_of, flush, publish_folder, start_folder, write_text
+from swiftcp.checkpoint.hf_reader import unwrap
 from swiftcp.checkpoint.random_states import load_random_states, save_random_states
 from swiftcp.checkpoint.run_state import STATE_FILE, RunState, check_fingerprint
 from swiftcp.checkpoint.safe_pickle import check_pickles
 from swiftcp.checkpoint.together import from_first_rank, gather_all, is_first_rank, rank_and_size, together
-from swiftcp.checkpoint.unwrap import unwrap
 from swiftcp.errors import CheckpointError
 from swiftcp.failpoints import failpoint
 from swiftcp.parallel.cpu_shim import cpu_mode
@@ -87,7 +87,7 @@ def save_checkpoint(
         with together("completing a checkpoint"):
             if is_first_rank():
                 _complete(final, files, output_dir, save_total_limit)
-    except CheckpointError:
+    except Exception:  # also an OSError of this rank: what was written must not fill the disk
         if is_first_rank():
             shutil.rmtree(aside_of(final), ignore_errors=True)
         raise
@@ -125,15 +125,6 @@ def load_checkpoint(
     return state
 
 
-def load_weights(checkpoint: Path, model_chunks: Sequence[nn.Module], *, dp_cp_group: dist.ProcessGroup) -> None:
-    """The weights of a checkpoint alone. Called on all ranks.
-
-    Raises:
-        CheckpointError: a rank could not read, or the checkpoint is of another model.
-    """
-    _read_shards(checkpoint, model_chunks, None, dp_cp_group)
-
-
 def _is_saved(final: Path, state: RunState) -> bool:
     """Whether a checkpoint holds this state already, and is whole. What is damaged, or of another run, is written again."""
 
@@ -147,7 +138,7 @@ def _is_saved(final: Path, state: RunState) -> bool:
 
 
 def _sharded_state(
-    model_chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, dp_cp_group: dist.ProcessGroup, is_loading: bool
+    model_chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, dp_cp_group: dist.ProcessGroup, is_loading: bool
 ) -> dict[str, Any]:
     """The run's tensors as parts of whole ones, by names that no layout changes."""
     metadata = {
@@ -160,9 +151,8 @@ def _sharded_state(
         name: unwrap(chunk).sharded_state_dict(metadata=metadata)  # type: ignore[operator]
         for name, chunk in zip(names, model_chunks, strict=True)
     }
-    if optimizer is not None:
-        model_state = state[names[0]] if len(names) == 1 else dict(state)
-        state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+    model_state = state[names[0]] if len(names) == 1 else dict(state)
+    state["optimizer"] = optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
     return state
 
 
@@ -196,7 +186,7 @@ def _keep_results_in_this_process() -> None:
 
 
 def _read_shards(
-    checkpoint: Path, model_chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, dp_cp_group: dist.ProcessGroup
+    checkpoint: Path, model_chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, dp_cp_group: dist.ProcessGroup
 ) -> dict[str, Any]:
     """Fill the model; returns all that was read."""
     with together("reading a checkpoint"), cpu_mode():

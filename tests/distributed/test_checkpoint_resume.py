@@ -63,14 +63,14 @@ def test_a_recipe_that_changes_the_result_is_refused(ranks, tiny_qwen3_vl, tmp_p
         ranks.run(run, tiny_qwen3_vl, tmp_path, 2, Recipe(values={"lr": 2e-3}), num_ranks=2)
 
 
-def _fail_on_rank_1(target: str, folder: Path, output_dir: Path, until: int) -> str:
-    """Run with one function of the save failing on rank 1; returns the error of this rank."""
+def _fail_on_a_rank(failing_rank: int, target: str, folder: Path, output_dir: Path, until: int) -> str:
+    """Run with one function of the save failing on one rank; returns the error of this rank."""
     import torch.distributed as dist
 
     from swiftcp.errors import CheckpointError
 
     failing = patch(target, side_effect=OSError("no space left on device"))
-    if dist.get_rank() == 1:
+    if dist.get_rank() == failing_rank:
         failing.start()
     try:
         run(folder, output_dir, until, Recipe())
@@ -82,15 +82,16 @@ def _fail_on_rank_1(target: str, folder: Path, output_dir: Path, until: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("target", "named"),
+    ("failing_rank", "target", "named"),
     [
-        ("swiftcp.checkpoint.resumable.save_random_states", "no space left on device"),
-        ("megatron.core.dist_checkpointing.strategies.filesystem_async._write_item", r"could not be written \(.* GiB are free there\)"),
+        (0, "swiftcp.checkpoint.resumable.save_random_states", "no space left on device"),
+        (1, "swiftcp.checkpoint.resumable.save_random_states", "no space left on device"),
+        (1, "megatron.core.dist_checkpointing.strategies.filesystem_async._write_item", r"could not be written \(.* GiB are free there\)"),
     ],
 )
-def test_a_failure_on_one_rank_raises_on_all_and_leaves_what_was_there(ranks, tiny_qwen3_vl, tmp_path, target, named):
+def test_a_failure_on_one_rank_raises_on_all_and_leaves_what_was_there(ranks, tiny_qwen3_vl, tmp_path, failing_rank, target, named):
     ranks.run(run, tiny_qwen3_vl, tmp_path, 2, Recipe(), num_ranks=2)
-    errors = ranks.run(_fail_on_rank_1, target, tiny_qwen3_vl, tmp_path, 4, num_ranks=2)
+    errors = ranks.run(_fail_on_a_rank, failing_rank, target, tiny_qwen3_vl, tmp_path, 4, num_ranks=2)
     assert all(re.match("CheckpointError|OSError", error) for error in errors), errors
     assert all(re.search(named, error) for error in errors), errors
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000002"]
