@@ -105,7 +105,7 @@ def run(command: Command, arguments: Sequence[str], *, values: Mapping[str, obje
     try:
         resolved, topology = prepare(command, arguments, values=values, environment=os.environ)
     except ConfigError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
             raise
         return error.exit_code  # the node's first rank says it
     _set_up_logging(informs=topology.rank in (0, None))

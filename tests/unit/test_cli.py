@@ -28,7 +28,8 @@ COMMANDS = ("sft", "pt", "logprobs", "parity", "bench", "tiny", "doctor")
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch):
     """No variables of launchers, and wide help."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID"):
+    launchers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURM_LOCALID")
+    for name in launchers:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -67,7 +68,9 @@ def test_version_is_that_of_the_package():
     assert (REPOSITORY / "swiftcp" / "py.typed").exists()
 
 
-@pytest.mark.parametrize(("command", "config_class"), [("sft", TrainConfig), ("logprobs", LogprobsConfig), ("parity", ParityConfig), ("bench", BenchConfig)])
+@pytest.mark.parametrize(
+    ("command", "config_class"), [("sft", TrainConfig), ("logprobs", LogprobsConfig), ("parity", ParityConfig), ("bench", BenchConfig)]
+)
 def test_help_shows_every_key_by_concern(command, config_class, capsys):
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
@@ -161,8 +164,15 @@ def test_all_errors_are_found_before_ranks_start(recorder, tmp_path):
     assert recorder.calls == []
 
 
-def test_only_the_first_rank_of_a_node_tells_a_config_error(recorder, monkeypatch, capsys):
-    for name, value in dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1").items():
+@pytest.mark.parametrize(
+    "variables",
+    [
+        dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
+        dict(SLURM_PROCID="1", SLURM_NTASKS="2", SLURM_LOCALID="1"),
+    ],
+)
+def test_only_the_first_rank_of_a_node_tells_a_config_error(recorder, monkeypatch, capsys, variables):
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert main(["sft", "--lr", "x"]) == 2
     assert capsys.readouterr().err == ""
