@@ -89,9 +89,11 @@ def _no_progress_bars() -> Iterator[None]:
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    yield
-    if shown:
-        logging.enable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _train_tokenizer() -> TokenizersBackend:
