@@ -159,7 +159,7 @@ class OptimizerConfig(Concern):
     clip_grad: NonNegativeFloat = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
     use_distributed_optimizer: bool | None = None
-    """Spread the optimizer's state over the data-parallel ranks. Default: true on CUDA, false on a CPU."""
+    """Spread the optimizer's state over the data-parallel ranks. Default: true on CUDA with Transformer Engine."""
 
 
 class ParallelConfig(Concern):

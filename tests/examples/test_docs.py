@@ -34,12 +34,27 @@ def test_links_lead_somewhere(document: Path) -> None:
     assert broken == []
 
 
-@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "docs/architecture.md"])
 def test_named_files_exist(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")
     names = re.findall(r"(?:swiftcp|tests|examples|scripts|docs)/[\w./-]*\w/?", text)
     assert names
     assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_the_architecture_is_that_of_the_package() -> None:
+    table = dict(
+        re.findall(r"^\| (`swiftcp/.*?) \| (.*) \|$", (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    named = {name for modules in table for name in re.findall(r"`swiftcp/([^`]+)`", modules)}
+    there = {
+        path.name + "/" * path.is_dir() for path in (ROOT / "swiftcp").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert named == there - {"__init__.py"}
+    for modules, what in table.items():
+        folders = [ROOT / name for name in re.findall(r"`(swiftcp/\w+/)`", modules)]
+        names = re.findall(r"`(\w+(?:\.py|/))`", what)
+        assert [name for name in names if not any((folder / name).exists() for folder in folders)] == []
 
 
 def test_readme_commands_are_those_of_ci() -> None:
