@@ -16,6 +16,8 @@ from swiftcp.config.secrets import mask
         "wandb_api_key: 'SECRET'",
         "hf_SECRETSECRETSECRETSECRETSECRET0",
         "password=SECRET",
+        "SLURM_JWT=SECRET",
+        "eyJSECRETSECRET.SECRET.SECRET",
     ],
 )
 def test_secrets_are_masked(text):
