@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
 from fractions import Fraction
@@ -22,8 +24,9 @@ from swiftcp.models.tiny import write_tiny
 
 @functools.cache
 def checkpoint() -> Path:
-    """The folder of a tiny Qwen3-VL, written once a test process."""
+    """The folder of a tiny Qwen3-VL, written once a test process and deleted at its end."""
     folder = Path(tempfile.mkdtemp(prefix="swiftcp-tiny-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write_tiny("qwen3_vl", folder)
     return folder
 
