@@ -253,12 +253,20 @@ def _writable(key: str, path: Path) -> Iterator[Finding]:
         yield key, f"{key} {path} cannot be made: {existing} {reason}: set another folder"
 
 
+def _exported(folder: Path, model: Path) -> Iterator[Finding]:
+    """What the export would refuse to replace, said before the training rather than behind it."""
+    if folder.resolve() == model.resolve():
+        yield "output_dir", f"output_dir {folder.parent}: its hf folder is the model itself, which would be replaced: set another folder"
+    elif folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        yield "output_dir", f"output_dir {folder.parent}: its hf folder holds files that are no model: set another folder, or move them"
+
+
 def _outputs(case: Case) -> Iterator[Finding]:
     if case.has(CheckpointConfig):
         output_dir = Path(case.config.output_dir)
         yield from _writable("output_dir", output_dir)
-        if case.config.save_safetensors and (output_dir / "hf").resolve() == Path(case.config.model).resolve():
-            yield "output_dir", f"output_dir {output_dir}: its hf folder is the model itself, which would be replaced: set another folder"
+        if case.config.save_safetensors:
+            yield from _exported(output_dir / "hf", Path(case.config.model))
     if case.has(LogprobsOutputConfig):
         output = Path(case.config.output)
         yield from _writable("output", output.parent)

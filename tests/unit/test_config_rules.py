@@ -228,6 +228,11 @@ def test_outputs_must_be_writable_places(tmp_path):
     (tmp_path / "out" / "hf").symlink_to(tmp_path / "model")
     assert "its hf folder is the model itself" in error_of(tmp_path)
     assert valid(tmp_path, "--save_safetensors", "false")
+    (tmp_path / "out" / "hf").unlink()
+    (tmp_path / "out" / "hf").mkdir()
+    assert valid(tmp_path)
+    (tmp_path / "out" / "hf" / "thesis.tex").touch()
+    assert "its hf folder holds files that are no model" in error_of(tmp_path)
     with pytest.raises(ConfigError, match="is a folder: name a file in it"):
         validate(resolve(LogprobsConfig, [*given, "--output", str(tmp_path)], environment={}), ONE_CPU_RANK)
 
