@@ -25,7 +25,6 @@ NEUTRAL_KEYS = frozenset(
         "context_parallel_size",
         "cp_comm_type",
         "attention_backend",
-        "use_distributed_optimizer",
         "micro_batch_size",
         "device",
         "nproc_per_node",
@@ -36,6 +35,8 @@ NEUTRAL_KEYS = frozenset(
         "recompute_num_layers",
         "recompute_modules",
         "vit_gradient_checkpointing",
+        # where the rows lie: what they hold is compared by `rows`
+        "dataset",
         # what is written and looked at
         "output_dir",
         "save_steps",
@@ -67,11 +68,11 @@ def data_hash(plan: StepPlan) -> str:
     return any_length.plan_hash()
 
 
-def fingerprint(config: TrainConfig, mode: Mode, plan: StepPlan, source: Source) -> dict[str, Any]:
-    """What must be the same for a checkpoint to be gone on from."""
+def fingerprint(config: TrainConfig, mode: Mode, plan: StepPlan, source: Source, rows: str) -> dict[str, Any]:
+    """What must be the same for a checkpoint to be gone on from; `rows` is the digest of what the rows hold."""
     values = {key: value for key, value in config.model_dump().items() if key not in NEUTRAL_KEYS}
     template = hashlib.sha256(json.dumps(source.processor.chat_template).encode()).hexdigest()
-    return {**values, "model": str(source.folder.resolve()), "mode": mode, "chat_template": template, "data": data_hash(plan)}
+    return {**values, "model": str(source.folder.resolve()), "mode": mode, "chat_template": template, "rows": rows, "data": data_hash(plan)}
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:

@@ -18,7 +18,7 @@ from swiftcp.checkpoint.run_state import RunState
 from swiftcp.checkpoint.together import gather_all
 from swiftcp.config.concerns import TrainConfig
 from swiftcp.config.resolved import ResolvedConfig
-from swiftcp.data.dataset import EncodedDataset
+from swiftcp.data.dataset import BadRow, EncodedDataset
 from swiftcp.data.encode import Mode
 from swiftcp.data.loader import BatchStream, batches_in_order
 from swiftcp.data.plan import StepPlan
@@ -51,6 +51,12 @@ class Data:
     validation: EncodedDataset | None
     plan: StepPlan
 
+    @property
+    def dropped(self) -> tuple[BadRow, ...]:
+        """Of both, each once: rows that were split off for validation come with the training rows' list."""
+        validation = self.validation.dropped if self.validation is not None else ()
+        return tuple(dict.fromkeys((*self.training.dropped, *validation)))
+
 
 @dataclass(frozen=True)
 class Run:
@@ -81,13 +87,13 @@ def train(resolved: ResolvedConfig[TrainConfig], mode: Mode) -> None:
         source = load_source(Path(config.model))
         check_optimizer(config)
         data = load_data(config, mode, source, mesh)
-        recipe = fingerprint(config, mode, data.plan, source)
+        recipe = fingerprint(config, mode, data.plan, source, data.training.digest)
         checkpoint = find_checkpoint(config)
         start_step = saved_step(checkpoint, recipe)
         stream = open_stream(config, data, mesh, start_step)
         if mesh.rank == 0:
             write_run_files(Path(str(config.output_dir)), resolved, mesh)
-            write_bad_rows(Path(str(config.output_dir)), data.training.dropped)
+            write_bad_rows(Path(str(config.output_dir)), data.dropped)
 
         run = build_run(config, source, data, mesh)
         state = first_state(recipe) if checkpoint is None else restore(run, checkpoint, recipe)

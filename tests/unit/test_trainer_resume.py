@@ -42,24 +42,25 @@ def test_neutral_keys_are_keys() -> None:
 
 @pytest.mark.parametrize("change", [{"context_parallel_size": 2}, {"save_steps": 7}, {"num_train_epochs": 5}, {"micro_batch_size": 2}])
 def test_layout_length_and_saving_may_change(change: dict[str, Any], tmp_path: Path) -> None:
-    recipe = fingerprint(config(), "sft", plan(), source(tmp_path))
+    recipe = fingerprint(config(), "sft", plan(), source(tmp_path), "rows")
     checkpoint = saved(tmp_path, recipe, step=4)
-    assert saved_step(checkpoint, fingerprint(config(**change), "sft", plan(num_train_epochs=5), source(tmp_path))) == 4
+    assert saved_step(checkpoint, fingerprint(config(**change), "sft", plan(num_train_epochs=5), source(tmp_path), "rows")) == 4
 
 
 @pytest.mark.parametrize(("change", "key"), [({"lr": 1e-3}, "lr"), ({"seed": 7}, "seed"), ({"freeze_vit": True}, "freeze_vit")])
 def test_what_changes_the_result_may_not(change: dict[str, Any], key: str, tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, fingerprint(config(), "sft", plan(), source(tmp_path)), step=4)
+    checkpoint = saved(tmp_path, fingerprint(config(), "sft", plan(), source(tmp_path), "rows"), step=4)
     with pytest.raises(ConfigError, match=f"{key}: .* there, .* now"):
-        saved_step(checkpoint, fingerprint(config(**change), "sft", plan(), source(tmp_path)))
+        saved_step(checkpoint, fingerprint(config(**change), "sft", plan(), source(tmp_path), "rows"))
 
 
 def test_other_data_or_another_template_are_refused(tmp_path: Path) -> None:
-    checkpoint = saved(tmp_path, fingerprint(config(), "sft", plan(), source(tmp_path)), step=4)
+    checkpoint = saved(tmp_path, fingerprint(config(), "sft", plan(), source(tmp_path), "rows"), step=4)
     others = {
-        "data": fingerprint(config(), "sft", plan([*LENGTHS[:-1], 61]), source(tmp_path)),
-        "chat_template": fingerprint(config(), "sft", plan(), source(tmp_path, "another")),
-        "mode": fingerprint(config(), "pt", plan(), source(tmp_path)),
+        "data": fingerprint(config(), "sft", plan([*LENGTHS[:-1], 61]), source(tmp_path), "rows"),
+        "chat_template": fingerprint(config(), "sft", plan(), source(tmp_path, "another"), "rows"),
+        "rows": fingerprint(config(), "sft", plan(), source(tmp_path), "other rows"),
+        "mode": fingerprint(config(), "pt", plan(), source(tmp_path), "rows"),
     }
     for key, recipe in others.items():
         with pytest.raises(ConfigError, match=f"{key}: "):
@@ -67,7 +68,7 @@ def test_other_data_or_another_template_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_new_run_begins_at_step_0(tmp_path: Path) -> None:
-    recipe = fingerprint(config(), "sft", plan(), source(tmp_path))
+    recipe = fingerprint(config(), "sft", plan(), source(tmp_path), "rows")
     assert saved_step(None, recipe) == 0
     assert find_checkpoint(config(output_dir=str(tmp_path))) is None
     state = first_state(recipe)
