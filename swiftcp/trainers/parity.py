@@ -11,7 +11,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,28 +64,32 @@ def _relative(value: float, reference: float) -> float:
     return abs(value - reference) / max(abs(reference), 1e-12)
 
 
+def _largest(checks: Iterable[Check], otherwise: Check) -> Check:
+    """The check with the largest difference, and NaN is larger than any; `otherwise` where there is none."""
+    return max(checks, key=lambda check: (math.isnan(check.difference), check.difference), default=otherwise)
+
+
 def _logprob_check(what: str, got: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], tolerance: float) -> Check:
     """The largest difference over all rows and positions; its row and position as the detail."""
-    worst, where, reference, value = 0.0, "", 0.0, 0.0
-    for row, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
-        for position, (one, other) in enumerate(zip(ours, theirs, strict=True), start=1):
-            difference = abs(one - other) / max(1.0, abs(other))
-            if not difference <= worst:
-                worst, where, reference, value = difference, f"row {row}, token {position}", other, one
-    return Check(what, reference, value, worst, tolerance, where)
+    checks = (
+        Check(what, theirs, ours, abs(ours - theirs) / max(1.0, abs(theirs)), tolerance, f"row {row}, token {position}")
+        for row, pairs in enumerate(zip(got, expected, strict=True))
+        for position, (ours, theirs) in enumerate(zip(*pairs, strict=True), start=1)
+    )
+    return _largest(checks, Check(what, 0.0, 0.0, 0.0, tolerance))
 
 
 def _gradient_check(what: str, got: dict[str, Any], expected: dict[str, Any], tolerance: float) -> Check:
+    """The largest difference over all parameters; its parameter as the detail."""
     from swiftcp.trainers.gradient_sketch import Sketch
 
     ours, theirs = ({name: Sketch(**one) for name, one in run.items()} for run in (got, expected))
-    floor = 1e-3 * max(one.norm for one in theirs.values())
-    worst, where, reference, value = 0.0, "", 0.0, 0.0
-    for name in theirs:
-        difference = ours[name].distance(theirs[name]) / max(theirs[name].norm, floor, 1e-30)
-        if not difference <= worst:
-            worst, where, reference, value = difference, name, theirs[name].norm, ours[name].norm
-    return Check(what, reference, value, worst, tolerance, where)
+    floor = max(1e-3 * max(one.norm for one in theirs.values()), 1e-30)
+    checks = (
+        Check(what, one.norm, ours[name].norm, ours[name].distance(one) / max(one.norm, floor), tolerance, name)
+        for name, one in theirs.items()
+    )
+    return _largest(checks, Check(what, 0.0, 0.0, 0.0, tolerance))
 
 
 def compare(layout: dict[str, Any], one_rank: dict[str, Any], oracle: dict[str, Any], tolerances: Tolerances) -> list[Check]:
