@@ -19,9 +19,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
+from swiftcp.checkpoint.together import gather_all
 from swiftcp.data.batch import Batch
 from swiftcp.errors import SwiftcpError, TrainingError
 from swiftcp.models.inputs import make_inputs
@@ -65,16 +67,18 @@ class Runner:
     vocab_size: int
 
 
-def weighted_loss(losses_N: Tensor, weights_N: Tensor, extent: Sequence[float]) -> tuple[Tensor, Tensor, Tensor]:
-    """What megatron-core's schedules take: (sum of weight x loss, number of labelled tokens, report).
+Report = tuple[Tensor, tuple[float, ...]]
+"""Of one micro-batch on one rank: the loss sum, which is still on the device, and counts, which are on the host."""
 
-    `extent` is this rank's share of what the micro-batch comprises, and stands behind both in the report.
+
+def weighted_loss(losses_N: Tensor, weights_N: Tensor, extent: Sequence[float]) -> tuple[Tensor, int, Report]:
+    """What megatron-core's schedules take: (sum of weight x loss, number of labelled tokens, report). Nothing waits for the device.
+
+    `extent` is this rank's share of what the micro-batch comprises, and stands behind the number of labels in the report.
     """
     loss_sum = (losses_N * weights_N).sum()
     num_labels = losses_N.numel()
-    count = torch.tensor(num_labels, dtype=torch.int, device=losses_N.device)
-    counts = torch.tensor([num_labels, *extent], dtype=torch.float64, device=losses_N.device)
-    return loss_sum, count, torch.cat([loss_sum.detach().double().view(1), counts])
+    return loss_sum, num_labels, (loss_sum.detach(), (num_labels, *extent))
 
 
 def _extent(runner: Runner, batch: Batch) -> tuple[float, float, float]:
@@ -123,24 +127,32 @@ def run_micro_batches(runner: Runner, batches: Iterator[Batch], num_micro_batche
         micro_batch_size=1,
         forward_only=forward_only,
     )
-    totals = torch.stack(reports).sum(0)
-    dist.all_reduce(totals, group=runner.mesh.dp_cp_group)
-    loss_sum, labelled, tokens, padded, flops = totals.tolist()
+    loss_sum, labelled, tokens, padded, flops = _sum_over_ranks(reports, runner.mesh)
     return Totals(loss_sum, int(labelled), int(tokens), int(padded), flops)
 
 
+def _sum_over_ranks(reports: Sequence[Report], mesh: Mesh) -> list[float]:
+    """The loss sum, then each count."""
+    loss_sums, counts = zip(*reports, strict=True)
+    summed_counts = torch.tensor([sum(of_batches) for of_batches in zip(*counts, strict=True)], dtype=torch.float64)
+    totals = torch.cat([torch.stack(loss_sums).double().sum().view(1), summed_counts.to(mesh.device, non_blocking=True)])
+    dist.all_reduce(totals, group=mesh.dp_cp_group)
+    return totals.tolist()
+
+
 def _bad_gradient(model: torch.nn.Module) -> str:
-    """The first parameter whose reduced gradient is not finite."""
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not cast(Any, parameter).main_grad.isfinite().all():
-            return name.removeprefix("module.")
-    return "none, but their norm overflows"
+    """The first parameter whose reduced gradient is not finite. Called on all ranks, for each may hold a part of the gradients."""
+    trained = [(name, cast(Any, parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    first = next((index for index, (_, parameter) in enumerate(trained) if not parameter.main_grad.isfinite().all()), len(trained))
+    first = min(gather_all(first))
+    return trained[first][0].removeprefix("module.") if first < len(trained) else "none, but their norm overflows"
 
 
 def optimizer_step(runner: Runner, optimizer: Any, scheduler: Any) -> float:
     """Clip, update the parameters and move the learning rate on.
 
     Where the gradient's norm is not finite (it is the same on every rank), nothing changes: parameters, moments and schedule.
+    These are the parts of megatron-core's `optimizer.step()`, which would clip, and update, with a norm that is not finite.
 
     Returns:
         The gradient's norm before clipping.
@@ -148,9 +160,13 @@ def optimizer_step(runner: Runner, optimizer: Any, scheduler: Any) -> float:
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if not math.isfinite(grad_norm):
-        logger.warning("gradient norm %s: step skipped; first parameter that is not finite: %s", grad_norm, _bad_gradient(runner.model))
+        bad_gradient = _bad_gradient(runner.model)
+        if runner.mesh.rank == 0:
+            logger.warning("gradient norm %s: step skipped; first parameter that is not finite: %s", grad_norm, bad_gradient)
         return grad_norm
-    optimizer.step()
+    if optimizer.config.clip_grad > 0:
+        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, grad_norm)
+    optimizer.step_with_ready_grads()
     scheduler.step(1)
     return grad_norm
 
