@@ -71,7 +71,8 @@ def local_token_index(
     """
     if cu_seqlens is None:
         check_divisible([num_tokens], cp_size)
-        return _compute_index(torch.tensor([0, num_tokens], device=device), num_tokens, cp_size, cp_rank)
+        # [0, num_tokens], made on the device, for a copy from the host would wait for it.
+        return _compute_index(torch.arange(2, device=device) * num_tokens, num_tokens, cp_size, cp_rank)
     key = (num_tokens, cp_size, cp_rank, device or cu_seqlens.device, cu_seqlens._version)
     cached = _index_cache.setdefault(cu_seqlens, {})
     if key not in cached:
