@@ -19,6 +19,7 @@ from swiftcp.config.facts import read_shape_facts
 from swiftcp.errors import ConfigError, PreemptedError, TrainingError
 from swiftcp.launch import count_gpus, launch_local
 from swiftcp.models.shapes import find_shape
+from swiftcp.parallel.engine import hide_broken_transformer_engine
 from swiftcp.topology import Topology, find_topology
 
 Command = Literal["sft", "pt", "logprobs", "parity", "bench"]
@@ -61,6 +62,7 @@ def _run_rank(command: Command, resolved: ResolvedConfig[Any], topology: Topolog
         os.environ.update(topology.variables())
     if topology.rank == 0:
         print("\n".join([topology.describe(), resolved.describe()]), flush=True)
+    hide_broken_transformer_engine()
     if command == "logprobs":
         from swiftcp.trainers import logprobs
 

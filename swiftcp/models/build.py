@@ -72,7 +72,7 @@ def build_model(
     vocab_size = family.vocab_size(hf_config)
     rotary = family.rotary(hf_config)
     with torch.device(device or mesh.device):
-        tower = family.build_tower(hf_config)
+        tower = family.build_tower(hf_config, backend)
         model = MultimodalGPTModel(
             config,
             decoder_spec(config, backend),

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from swiftcp.checkpoint.name_table import NameTable
     from swiftcp.models.rotary import MultimodalRotary
     from swiftcp.models.towers import TowerGeometry
+    from swiftcp.parallel.layer_specs import Backend
 
 
 class Family(Protocol):
@@ -45,7 +46,7 @@ class Family(Protocol):
         """The decoder's rotary embedding."""
         ...
 
-    def build_tower(self, hf_config: Any) -> nn.Module:
+    def build_tower(self, hf_config: Any, backend: Backend) -> nn.Module:
         """The vision tower of `transformers`, not initialised, float32, on the current default device."""
         ...
 

@@ -73,7 +73,7 @@ class MultimodalGPTModel(MegatronModule):
             attention_mask=None,
             context=deepstack_LWH,
             context_mask=inputs.local_visual_slots_W,
-            rotary_pos_emb=self.rotary(inputs.position_ids_3BS, decoder_input_SBH.dtype),
+            rotary_pos_emb=self.rotary(inputs.position_ids_3BS),
             packed_seq_params=inputs.packed,
         )
         hidden_NH = hidden_SBH.flatten(0, 1).index_select(0, inputs.label_slots_N)

@@ -36,11 +36,10 @@ class MultimodalRotary(nn.Module):
             axes[axis : sections[axis] * 3 : 3] = axis
         return axes
 
-    def forward(self, position_ids_3BS: Tensor, dtype: torch.dtype) -> Tensor:
-        """Cosines and sines, [2, S, B, 1, head_dim] in `dtype`, computed in float32."""
-        inv_freq = self.inv_freq.to(position_ids_3BS.device)
-        axes = self.axis_of_frequency.to(position_ids_3BS.device)
+    def forward(self, position_ids_3BS: Tensor) -> Tensor:
+        """Phases in radians, [S, B, 1, head_dim] float32, the second half of a head's values like the first."""
+        inv_freq = self.inv_freq.to(position_ids_3BS.device, non_blocking=True)
+        axes = self.axis_of_frequency.to(position_ids_3BS.device, non_blocking=True)
         # [3, B, S] -> [S, B, 3] -> each frequency its axis: [S, B, head_dim / 2]
         phases = position_ids_3BS.permute(2, 1, 0).float()[..., axes] * inv_freq
-        phases = torch.cat((phases, phases), dim=-1).unsqueeze(2)
-        return torch.stack((phases.cos(), phases.sin())).to(dtype)
+        return torch.cat((phases, phases), dim=-1).unsqueeze(2)

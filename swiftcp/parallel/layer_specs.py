@@ -11,9 +11,7 @@ Legend: S local tokens, B rows (1 when packed), H hidden size, D values a head, 
 
 from __future__ import annotations
 
-import importlib.util
 import logging
-from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -31,6 +29,7 @@ from torch import Tensor, nn
 
 from swiftcp.errors import ConfigError
 from swiftcp.parallel.attention import TorchCoreAttention
+from swiftcp.parallel.engine import transformer_engine_problem
 
 logger = logging.getLogger(__name__)
 
@@ -60,35 +59,53 @@ def _rotate_half(values: Tensor) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def apply_rotary(heads_SBHD: Tensor, cos_sin: Tensor) -> Tensor:
-    """Rotate queries or keys by the phases of their own positions.
+def apply_rotary(heads_SBHD: Tensor, phases_SB1D: Tensor) -> Tensor:
+    """Rotate queries or keys by the phases of their own positions, with cosines and sines in the heads' type.
 
     Args:
         heads_SBHD: queries or keys.
-        cos_sin: [2, S, B, 1, D] in the type of the heads.
+        phases_SB1D: radians, float32.
     """
-    cos, sin = cos_sin.unbind(0)
+    cos, sin = phases_SB1D.cos().to(heads_SBHD.dtype), phases_SB1D.sin().to(heads_SBHD.dtype)
     return heads_SBHD * cos + _rotate_half(heads_SBHD) * sin
 
 
-class RotarySelfAttention(SelfAttention):
-    """Self-attention whose `rotary_pos_emb` is [2, S, B, 1, D], cosines and sines of the local tokens."""
+def apply_rotary_fused(heads_SBHD: Tensor, phases_SB1D: Tensor) -> Tensor:
+    """The same in one kernel of Transformer Engine, float32 inside.
 
-    _cos_sin: Tensor | None = None
+    Its phases have no row dim, so tokens of all rows are handed over as one sequence.
+    """
+    from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
+
+    flat = fused_apply_rotary_pos_emb(heads_SBHD.flatten(0, 1).unsqueeze(1), phases_SB1D.flatten(0, 1).unsqueeze(1))
+    return flat.view(heads_SBHD.shape)
+
+
+class RotarySelfAttention(SelfAttention):
+    """Self-attention whose `rotary_pos_emb` is [S, B, 1, D], phases of the local tokens in radians, float32."""
+
+    _rotate = staticmethod(apply_rotary)
+    _phases: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None, *, rotary_pos_emb: Tensor, **kwargs: Any) -> Any:  # type: ignore[override]
         """hidden_states [S, B, H]; returns megatron-core's (output [S, B, H], bias)."""
-        self._cos_sin = rotary_pos_emb
+        self._phases = rotary_pos_emb
         try:
             return super().forward(hidden_states, attention_mask, rotary_pos_emb=None, **kwargs)
         finally:
-            self._cos_sin = None
+            self._phases = None
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """The rotated query and key behind their norms, then the value and what else the model has."""
         query, key, *rest = super().get_query_key_value_tensors(*args, **kwargs)
-        assert self._cos_sin is not None
-        return apply_rotary(query, self._cos_sin), apply_rotary(key, self._cos_sin), *rest
+        assert self._phases is not None
+        return self._rotate(query, self._phases), self._rotate(key, self._phases), *rest
+
+
+class FusedRotarySelfAttention(RotarySelfAttention):
+    """The same with Transformer Engine's kernel."""
+
+    _rotate = staticmethod(apply_rotary_fused)
 
 
 class DeepstackLayer(TransformerLayer):
@@ -124,20 +141,6 @@ class TorchSpecProvider(LocalSpecProvider):
 
     def core_attention(self) -> type:
         return TorchCoreAttention
-
-
-@cache
-def transformer_engine_problem() -> str | None:
-    """Why Transformer Engine cannot be used in this process, or None if it can."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    if importlib.util.find_spec("transformer_engine") is None:
-        return "transformer-engine is not installed (pip install 'swiftcp[te]')"
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except Exception as error:  # a wrong libc, cuDNN or torch shows as anything from ImportError to RuntimeError
-        return f"transformer-engine does not import: {type(error).__name__}: {error}"
-    return None
 
 
 def select_backend(attention_backend: str) -> Backend:
@@ -177,7 +180,11 @@ def _layer_spec(config: TransformerConfig, provider: BackendSpecProvider) -> Mod
     norm = IdentityOp if fused else provider.layer_norm(rms_norm=True)
     submodules = TransformerLayerSubmodules(
         input_layernorm=norm,
-        self_attention=ModuleSpec(module=RotarySelfAttention, params={"attn_mask_type": AttnMaskType.causal}, submodules=attention),
+        self_attention=ModuleSpec(
+            module=FusedRotarySelfAttention if fused else RotarySelfAttention,
+            params={"attn_mask_type": AttnMaskType.causal},
+            submodules=attention,
+        ),
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=norm,
         mlp=get_mlp_module_spec_for_backend(backend=provider),

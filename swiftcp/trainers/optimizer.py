@@ -12,7 +12,7 @@ from swiftcp.config.bench import BenchConfig
 from swiftcp.config.concerns import TrainConfig
 from swiftcp.errors import ConfigError
 from swiftcp.models.mm_gpt_model import MultimodalGPTModel
-from swiftcp.parallel.layer_specs import transformer_engine_problem
+from swiftcp.parallel.engine import transformer_engine_problem
 from swiftcp.parallel.mesh import Mesh
 
 

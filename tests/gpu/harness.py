@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftcp.data.batch import Sample, collate_pack
+from swiftcp.data.batch import Batch, Sample, collate_pack, collate_rows
+from swiftcp.models.inputs import ModelInputs, make_inputs
 from swiftcp.models.shapes import shape_file
+from swiftcp.trainers.logprobs import sample_starts
 from tests.samples import make_sample
 
 DEVICE = torch.device("cuda", 0)
@@ -70,8 +73,6 @@ def samples_of(folder: Path, mixes: Sequence[str]) -> list[Sample]:
 
 def _rounded(sample: Sample) -> Sample:
     """Patches that bfloat16 holds exactly, so that the inputs of all runs are the same."""
-    import dataclasses
-
     if sample.visual is None:
         return sample
     return dataclasses.replace(sample, visual=dataclasses.replace(sample.visual, patches_PD=sample.visual.patches_PD.bfloat16().float()))
@@ -94,16 +95,13 @@ def run_transformers(folder: Path, mixes: Sequence[str], dtype: torch.dtype) -> 
     return Outcome(torch.cat(logprobs), gradients)
 
 
-def run_ours(folder: Path, mixes: Sequence[str], backend: Any, dtype: torch.dtype = torch.bfloat16) -> Outcome:
-    """All rows in one pack, on one GPU."""
-    import dataclasses
-
+def build_ours(folder: Path, backend: Any, dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
+    """(model with the folder's weights, mesh, family, configuration) on one GPU."""
     from megatron.core import tensor_parallel
     from transformers import AutoConfig
 
     from swiftcp.checkpoint.hf_reader import load_hf_folder
     from swiftcp.models.build import build_model, transformer_config
-    from swiftcp.models.inputs import make_inputs
     from swiftcp.models.registry import family_of
     from swiftcp.parallel.mesh import build_mesh, start_process_group
 
@@ -111,33 +109,48 @@ def run_ours(folder: Path, mixes: Sequence[str], backend: Any, dtype: torch.dtyp
     mesh = build_mesh(DEVICE)
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     hf_config = AutoConfig.from_pretrained(folder)
-    family = family_of("qwen3_vl")
-    table = family.name_table(hf_config)
+    family = family_of(hf_config.model_type)
     config = transformer_config(family, hf_config, mesh, dtype=dtype, backend=backend)
     model = build_model(family, hf_config, config, mesh, backend=backend)
-    load_hf_folder(model, folder, table)
+    load_hf_folder(model, folder, family.name_table(hf_config))
+    return model, mesh, family, hf_config
+
+
+def _collate(samples: Sequence[Sample], packing: bool) -> Batch:
+    return (collate_pack if packing else collate_rows)(samples, pack_align=64, pad_token_id=0)
+
+
+def run_ours(
+    folder: Path, mixes: Sequence[str], backend: Any, dtype: torch.dtype = torch.bfloat16, *, packing: bool = True, backward: bool = True
+) -> Outcome:
+    """All rows in one pack, or in one padded batch, on one GPU. Without `backward` there are no gradients."""
+    model, mesh, family, hf_config = build_ours(folder, backend, dtype)
     geometry = family.tower_geometry(hf_config)
     samples = [_rounded(sample) for sample in samples_of(folder, mixes)]
-
     every = [dataclasses.replace(s, labels_L=s.input_ids_L, weights_L=torch.ones(len(s))) for s in samples]
-    batch = collate_pack(every, pack_align=64, pad_token_id=0)
+    batch = _collate(every, packing)
     inputs = make_inputs(batch, mesh, geometry)
     with torch.no_grad():
         losses = model.eval()(inputs).cpu()
     stream = torch.zeros(batch.input_ids_BS.numel())
     stream[inputs.label_positions_N] = -losses
-    logprobs = torch.cat([stream[s : s + n - 1] for s, n in zip(batch.cu_seqlens.tolist(), batch.lengths, strict=False)])
-
-    model.train()
-    inputs = make_inputs(collate_pack(samples, pack_align=64, pad_token_id=0), mesh, geometry)
-    (model(inputs) * inputs.weights_N).sum().backward()
-    gradients = {}
-    by_target = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}
-    for target, rule in table.pair(list(by_target)).items():
-        gradients.update(zip(rule.sources, rule.separate(by_target[target]), strict=True))
+    logprobs = torch.cat([stream[s : s + n - 1] for s, n in zip(sample_starts(batch), batch.lengths, strict=False)])
+    gradients = _gradients(model.train(), make_inputs(_collate(samples, packing), mesh, geometry), family.name_table(hf_config), backward)
     del model
     torch.cuda.empty_cache()
     return Outcome(logprobs, gradients)
+
+
+def _gradients(model: Any, inputs: ModelInputs, table: Any, backward: bool) -> dict[str, Tensor]:
+    """Of the weighted loss sum, by the checkpoint's names."""
+    gradients: dict[str, Tensor] = {}
+    if not backward:
+        return gradients
+    (model(inputs) * inputs.weights_N).sum().backward()
+    by_target = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}
+    for target, rule in table.pair(list(by_target)).items():
+        gradients.update(zip(rule.sources, rule.separate(by_target[target]), strict=True))
+    return gradients
 
 
 def gradient_agreement(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, tuple[float, float]]:

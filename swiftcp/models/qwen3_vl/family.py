@@ -15,6 +15,7 @@ from swiftcp.models.qwen3_vl.positions import qwen3_vl_position_ids
 from swiftcp.models.qwen3_vl.tower import Qwen3VLTower, prepare
 from swiftcp.models.rotary import MultimodalRotary
 from swiftcp.models.towers import TowerGeometry
+from swiftcp.parallel.layer_specs import Backend
 
 
 def expect(key: str, value: Any, built: Any) -> None:
@@ -70,8 +71,11 @@ class Qwen3VL:
         rope = text.rope_parameters
         return MultimodalRotary(text.head_dim, rope["rope_theta"], rope["mrope_section"])
 
-    def build_tower(self, hf_config: Any) -> nn.Module:
-        return Qwen3VLTower._from_config(hf_config.vision_config)
+    def build_tower(self, hf_config: Any, backend: Backend) -> nn.Module:
+        tower = Qwen3VLTower._from_config(hf_config.vision_config)
+        if backend == "te":
+            tower.use_transformer_engine()
+        return tower
 
     def tower_geometry(self, hf_config: Any) -> TowerGeometry:
         vision = hf_config.vision_config

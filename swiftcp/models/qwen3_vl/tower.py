@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionAttention, Qwen3VLVisionModel, apply_rotary_pos_emb_vision
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
-from swiftcp.models.tower_layers import FrameLayout, LinearPatchEmbedding, frame_attention
+from swiftcp.models.tower_layers import FrameAttention, FrameLayout, LinearPatchEmbedding, frame_attention, fused_frame_attention
+from swiftcp.parallel.layer_specs import apply_rotary_fused
 
 
 class _Attention(nn.Module):
@@ -18,13 +19,25 @@ class _Attention(nn.Module):
     def __init__(self, attention: Qwen3VLVisionAttention) -> None:
         super().__init__()
         self.qkv, self.proj = attention.qkv, attention.proj
-        self.num_heads, self.scaling = attention.num_heads, attention.scaling
+        self.num_heads, self.head_dim, self.scaling = attention.num_heads, attention.head_dim, attention.scaling
+        self.attend: FrameAttention = frame_attention
+        self.fused_rotary = False
 
-    def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], frames: FrameLayout, **_: Any) -> Tensor:
-        """[P, hidden] -> [P, hidden]."""
+    def use_transformer_engine(self) -> None:
+        """Take its attention and rotary kernels from now on."""
+        self.attend = fused_frame_attention(self.num_heads, self.head_dim, self.scaling)
+        self.fused_rotary = True
+
+    def forward(
+        self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], phases: Tensor, frames: FrameLayout, **_: Any
+    ) -> Tensor:
+        """[P, hidden] -> [P, hidden]. `position_embeddings` are the cosines and sines of `phases`, [P, 1, 1, head_dim]."""
         query, key, value = self.qkv(hidden_states).unflatten(1, (3, self.num_heads, -1)).unbind(1)
-        query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
-        return self.proj(frame_attention(query, key, value, frames, self.scaling).flatten(1))
+        if self.fused_rotary:
+            query, key = (apply_rotary_fused(heads[:, None], phases)[:, 0] for heads in (query, key))
+        else:
+            query, key = apply_rotary_pos_emb_vision(query, key, *position_embeddings)
+        return self.proj(self.attend(query, key, value, frames, self.scaling).flatten(1))
 
 
 class Qwen3VLTower(Qwen3VLVisionModel):
@@ -37,9 +50,22 @@ class Qwen3VLTower(Qwen3VLVisionModel):
         for block in blocks:
             block.attn = _Attention(block.attn)
 
+    def use_transformer_engine(self) -> None:
+        """Take its attention and rotary kernels from now on."""
+        blocks: Any = self.blocks
+        for block in blocks:
+            block.attn.use_transformer_engine()
+
+    def _phases(self, position_ids_P2: Tensor) -> Tensor:
+        """Radians, [P, 1, 1, head_dim] float32; `transformers` keeps their cosines and sines alone."""
+        rotary: Any = self.rotary_pos_emb
+        phases = rotary.recomposition_frequencies(position_ids_P2[..., None].float() * rotary.inv_freq.float())
+        return phases[:, None, None]
+
     def encode(self, patches_PD: Tensor, grid_thw: Tensor, prepared: dict[str, Any]) -> Tensor:
         """[features, 1 + levels, H]: the main features, then the deepstack levels."""
-        output = self(patches_PD, grid_thw=grid_thw, return_dict=True, **prepared)
+        phases = self._phases(prepared["position_ids"])
+        output = self(patches_PD, grid_thw=grid_thw, return_dict=True, phases=phases, **prepared)
         return torch.stack([output.pooler_output, *output.deepstack_features], dim=1)
 
 
