@@ -59,6 +59,19 @@ def run_sft(values: dict[str, Any], mode: str = "sft", sigterm_step: int | None 
     return "done"
 
 
+def trained_packs(values: dict[str, Any]) -> list[tuple[Any, ...]]:
+    """On each rank: (rows, places where they begin, tokens) of every pack of a run, in order; nothing is trained."""
+    from swiftcp.config import TrainConfig
+    from swiftcp.trainers import sft
+    from swiftcp.trainers.setup import load_source, start_ranks
+
+    config = resolved_config(TrainConfig, values, world_size=dist.get_world_size()).config
+    mesh = start_ranks(config)
+    data = sft.load_data(config, "sft", load_source(Path(config.model)), mesh)
+    stream = sft.open_stream(config, data, mesh, start_step=0)
+    return [(batch.rows, batch.cu_seqlens.tolist(), batch.input_ids_BS.tolist()) for batch in stream]
+
+
 def run_logprobs(values: dict[str, Any]) -> None:
     """On each rank: write log-probabilities."""
     from swiftcp.config import LogprobsConfig

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from swiftcp.models.tiny import write_tiny
 from tests.distributed.model_harness import Result, Row, gradient_excess, run_ours, run_transformers
 from tests.distributed.ranks import RankPool
 
@@ -46,6 +47,24 @@ def test_a_mixed_batch_equals_transformers(ranks: RankPool, tiny_qwen3_vl: Path,
     expected = ranks.run(run_transformers, tiny_qwen3_vl, MIXED, num_ranks=1)[0]
     for microbatches in (1, 2):
         for result in ranks.run(run_ours, tiny_qwen3_vl, MIXED, cp_size, packing, microbatches, num_ranks=cp_size):
+            check(result, expected)
+
+
+@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
+def test_layouts_equal_each_other(ranks: RankPool, tiny_qwen3_vl: Path, packing: bool) -> None:
+    one_rank = ranks.run(run_ours, tiny_qwen3_vl, MIXED, 1, packing, num_ranks=1)[0]
+    for cp_size in (2, 4):
+        for result in ranks.run(run_ours, tiny_qwen3_vl, MIXED, cp_size, packing, num_ranks=cp_size):
+            check(result, one_rank)
+
+
+def test_a_head_that_is_tied_to_the_embedding(ranks: RankPool, tmp_path: Path) -> None:
+    write_tiny("qwen3_vl", tmp_path, tie_word_embeddings=True)
+    rows = (Row("image"), Row("text"))
+    expected = ranks.run(run_transformers, tmp_path, rows, num_ranks=1)[0]
+    assert "lm_head.weight" not in expected.gradients
+    for cp_size in (1, 2):
+        for result in ranks.run(run_ours, tmp_path, rows, cp_size, num_ranks=cp_size):
             check(result, expected)
 
 

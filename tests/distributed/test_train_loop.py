@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.loop_harness import logged, run_sft
+from tests.distributed.loop_harness import logged, run_sft, trained_packs
 from tests.distributed.ranks import RankPool
 from tests.training_rows import write_rows
 
@@ -77,6 +77,15 @@ def test_a_layout_trains_as_one_rank_does(
             assert one[key] == other[key], key
     first_evaluation = next(one["eval_loss"] for one in got if "eval_loss" in one)
     assert first_evaluation == pytest.approx(next(one["eval_loss"] for one in expected if "eval_loss" in one), rel=RELATIVE)
+
+
+def test_packs_are_the_same_for_context_parallel_sizes_1_and_2(ranks: RankPool, recipe: dict[str, Any]) -> None:
+    [alone] = ranks.run(trained_packs, recipe, num_ranks=1)
+    assert len(alone) > 8 and max(len(rows) for rows, *_ in alone) > 1
+    for packs in ranks.run(trained_packs, {**recipe, "context_parallel_size": 2}, num_ranks=2):
+        assert packs == alone
+    first, again, second, _ = ranks.run(trained_packs, {**recipe, "context_parallel_size": 2}, num_ranks=4)
+    assert first == again and [pack for pair in zip(first, second, strict=True) for pack in pair] == alone
 
 
 def test_padded_rows_train_the_same_in_any_layout(ranks: RankPool, recipe: dict[str, Any], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.model_harness import gradient_excess
 from tests.distributed.ranks import RankPool
 from tests.distributed.training_harness import (
     Pack,
@@ -81,14 +82,42 @@ def test_recomputation_leaves_gradients_as_they_are(frozen: str, ranks: RankPool
     assert all(gradient.abs().max() > 0 for gradient in expected.values())
 
 
-def test_frozen_parts_stay_as_they_are_and_others_change(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
-    changed = ranks.run(changed_parameters, tiny_qwen3_vl, PACKS, FROZEN["tower"], num_ranks=1)[0]
-    assert not any(name.startswith("visual.") for name in changed)
-    assert "language_model.embedding.word_embeddings.weight" in changed
-    assert "language_model.decoder.layers.0.self_attention.linear_qkv.weight" in changed
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_recomputation_with_frozen_parts_under_context_parallelism(frozen: str, ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    [expected] = ranks.run(run_gradients, tiny_qwen3_vl, 1, PACKS, FROZEN[frozen], [NO_RECOMPUTE], num_ranks=1)[0]
+    modes = [RECOMPUTE["full_uniform"], RECOMPUTE["mlp"]]
+    for results in ranks.run(run_gradients, tiny_qwen3_vl, 2, PACKS, FROZEN[frozen], modes, num_ranks=2):
+        for gradients in results:
+            check_gradients(gradients, expected)
 
 
-def test_a_global_batch_without_labels_changes_nothing_but_decay(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+def check_gradients(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    excess = gradient_excess(got, expected, RELATIVE)
+    assert {name: value for name, value in excess.items() if value > 1} == {}
+
+
+def test_one_ranks_pack_text_alone(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    """Of two data-parallel ranks one has images, the other none; every gradient, the tower's too, is that of one rank."""
+    packs = [Pack(("image", "three_images")), Pack(("text", "eight_tokens"))]
+    [expected] = ranks.run(run_gradients, tiny_qwen3_vl, 1, packs, {}, [NO_RECOMPUTE], num_ranks=1)[0]
+    assert expected["visual.patch_embed.proj.weight"].abs().max() > 0
+    for num_ranks, cp_size in ((2, 1), (4, 2)):
+        for [gradients] in ranks.run(run_gradients, tiny_qwen3_vl, cp_size, packs, {}, [NO_RECOMPUTE], num_ranks=num_ranks):
+            check_gradients(gradients, expected)
+
+
+PARTS = {"freeze_vit": "visual.", "freeze_aligner": ("visual.merger.", "visual.deepstack_merger_list."), "freeze_llm": "language_model."}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+def test_frozen_parts_stay_as_they_are_and_all_others_change(frozen: str, ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    changed = ranks.run(changed_parameters, tiny_qwen3_vl, PACKS, FROZEN[frozen], num_ranks=1)[0]
+    for name, has_changed in changed.items():
+        part = next(key for key in ("freeze_aligner", "freeze_vit", "freeze_llm") if name.startswith(PARTS[key]))
+        assert has_changed != FROZEN[frozen].get(part, False), name
+
+
+def test_a_global_batch_without_labels_has_no_gradient_and_training_goes_on(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
     unlabelled = [Pack(("image",), labelled=0.0), Pack(("text",), labelled=0.0)]
     before, empty, after = ranks.run(run_steps, tiny_qwen3_vl, 1, [PACKS, unlabelled, PACKS], {"weight_decay": 0.0}, num_ranks=2)[0]
     assert (empty.loss, empty.labelled_tokens, empty.grad_norm) == (0.0, 0, 0.0)
@@ -96,8 +125,10 @@ def test_a_global_batch_without_labels_changes_nothing_but_decay(ranks: RankPool
 
 
 def test_a_gradient_that_is_not_finite_skips_the_step_on_every_rank(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
-    for unchanged, schedule_moved in ranks.run(step_with_nan_on_rank_1, tiny_qwen3_vl, PACKS, num_ranks=2):
-        assert unchanged and not schedule_moved
+    results = ranks.run(step_with_nan_on_rank_1, tiny_qwen3_vl, PACKS, num_ranks=2)
+    assert all(unchanged and not schedule_moved for unchanged, schedule_moved, _ in results)
+    [[warning], silent] = [warnings for _, _, warnings in results]
+    assert warning.endswith("not finite: language_model.decoder.final_layernorm.weight") and silent == []
 
 
 def test_an_error_names_rank_and_rows(ranks: RankPool, tiny_qwen3_vl: Path) -> None:

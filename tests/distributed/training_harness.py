@@ -105,20 +105,23 @@ def run_gradients(
         return [Training(config, **mode).gradients(packs) for mode in recompute]
 
 
-def changed_parameters(folder: Path, packs: Sequence[Pack], values: dict[str, Any]) -> list[str]:
-    """Names of the parameters that one optimizer step changes."""
+def changed_parameters(folder: Path, packs: Sequence[Pack], values: dict[str, Any]) -> dict[str, bool]:
+    """Of each parameter, by name, whether one optimizer step changes it."""
     from swiftcp.parallel.cpu_shim import cpu_mode
 
     with cpu_mode():
         training = Training(train_config(folder, **values))
         before = {name: p.detach().clone() for name, p in training.model.named_parameters()}
         training.step(packs)
-        return [name for name, p in training.model.named_parameters() if not torch.equal(before[name], p)]
+        return {name: not torch.equal(before[name], p) for name, p in training.model.named_parameters()}
 
 
-def step_with_nan_on_rank_1(folder: Path, packs: Sequence[Pack]) -> tuple[bool, bool]:
-    """(parameters and moments are unchanged, the schedule moved) behind a step in which rank 1 had a NaN in its gradient."""
+def step_with_nan_on_rank_1(folder: Path, packs: Sequence[Pack]) -> tuple[bool, bool, list[str]]:
+    """(parameters and moments are unchanged, the schedule moved, warnings) of a step in which rank 1 had a NaN in its gradient."""
+    from unittest import mock
+
     from swiftcp.parallel.cpu_shim import cpu_mode
+    from swiftcp.trainers import step
 
     def state() -> list[Tensor]:
         moments = [value for s in training.optimizer.optimizer.state.values() for value in s.values()]
@@ -131,9 +134,11 @@ def step_with_nan_on_rank_1(folder: Path, packs: Sequence[Pack]) -> tuple[bool, 
         gain = training.model.language_model.decoder.final_layernorm.weight
         if training.mesh.rank == 1:
             gain.register_hook(lambda gradient: gradient * float("nan"))
-        record = training.step(packs)
+        with mock.patch.object(step.logger, "warning") as warning:
+            record = training.step(packs)
         assert math.isnan(record.grad_norm)
-        return all(map(torch.equal, before, state())), training.scheduler.num_steps != steps
+        warnings = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+        return all(map(torch.equal, before, state())), training.scheduler.num_steps != steps, warnings
 
 
 def broken_micro_batch(folder: Path) -> str:

@@ -23,6 +23,7 @@ def test_each_rank_holds_the_literal_tokens(case: tuple[tuple[int, ...], int], e
     ends, cp_size = case
     cu_seqlens = torch.tensor(ends, dtype=torch.int32)
     for rank, tokens in enumerate(expected):
+        assert split_cp_inputs(torch.arange(ends[-1]), cu_seqlens, 0, cp_size=cp_size, cp_rank=rank).tolist() == tokens
         assert local_token_index(cu_seqlens, ends[-1], cp_size=cp_size, cp_rank=rank).tolist() == tokens
 
 
