@@ -231,7 +231,7 @@ def launch_local(
     Returns:
         0, the exit code of the first rank that failed (128 + n if it died of signal n), or 130 if interrupted.
     """
-    meeting_point = {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port or free_port())}
+    meeting_point = {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port or free_port()), "SWIFTCP_LAUNCHER": "swiftcp"}
     inherited = base_environment(os.environ if env is None else env, nproc) | meeting_point
     environments = [inherited | rank_variables(i, nproc, node_rank=node_rank, num_nodes=num_nodes) for i in range(nproc)]
     ranks = _Ranks()

@@ -89,7 +89,7 @@ def _run_parity(resolved: ResolvedConfig[Any], topology: Topology) -> int:
     return parity.run(resolved)
 
 
-def _set_up_logging(*, informs: bool) -> None:
+def set_up_logging(*, informs: bool) -> None:
     """What this project says is shown, of other packages what matters: megatron-core and torch tell much at each start."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     logging.getLogger("swiftcp").setLevel(logging.INFO if informs else logging.WARNING)
@@ -110,7 +110,7 @@ def run(command: Command, arguments: Sequence[str], *, values: Mapping[str, obje
         if (os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0") == "0":
             raise
         return error.exit_code  # the node's first rank says it
-    _set_up_logging(informs=topology.rank in (0, None))
+    set_up_logging(informs=topology.rank in (0, None))
     if command == "parity":
         return _run_parity(resolved, topology)
     if topology.rank is not None:

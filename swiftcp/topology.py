@@ -24,7 +24,7 @@ class Topology:
     """All ranks of a run, and this process among them."""
 
     source: str
-    """Who said so: `torchrun`, `SLURM`, `NNODES` or `this machine`."""
+    """Who said so: `torchrun`, `swiftcp` (its own launcher), `SLURM`, `NNODES` or `this machine`."""
     num_nodes: int
     node_rank: int
     local_world_size: int
@@ -120,7 +120,8 @@ def _from_torchrun(environment: Mapping[str, str], nproc_per_node: int | None) -
     if world_size == 1:
         return Topology("torchrun", 1, 0, 1, 0)
     address, port = _meeting_point(environment, num_nodes, "RANK and WORLD_SIZE")
-    return Topology("torchrun", num_nodes, rank // local_world_size, local_world_size, local_rank, address, port)
+    source = environment.get("SWIFTCP_LAUNCHER", "torchrun")
+    return Topology(source, num_nodes, rank // local_world_size, local_world_size, local_rank, address, port)
 
 
 def _one_launcher_per_node(environment: Mapping[str, str]) -> None:

@@ -71,7 +71,7 @@ FAULTS = {function.__name__: function for function in (contiguous_partition, lab
 def run_stage(task: dict[str, Any], fault: str | None) -> None:
     """On each rank of a pool: one stage, with a fault or without."""
     from swiftcp.parallel import mesh
-    from swiftcp.trainers import parity_worker
+    from swiftcp.trainers import parity_stages
 
     with FAULTS[fault]() if fault else mock.MagicMock(), mock.patch.object(mesh, "stop"):
-        parity_worker.run_stage(task)
+        parity_stages.run_stage(task)
