@@ -9,7 +9,8 @@ features of the micro-batch, W those whose token is local. A *slot* is a place i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -44,6 +45,23 @@ class ModelInputs:
     label_positions_N: Tensor
     """On the host: index of each labelled slot into the flattened [B * T] full stream."""
 
+    def map(self, send: Callable[[Tensor], Tensor]) -> ModelInputs:
+        """The same with `send` applied to what the device needs."""
+        host = {"label_positions_N", "cu_seqlens"}
+        sent = {name: send(value) for name, value in vars(self).items() if isinstance(value, Tensor) and name not in host}
+        packed = None
+        if self.packed is not None:
+            packed = PackedStream(send(self.packed.cu_seqlens_q), self.packed.host_ends, self.packed.max_seqlen_q)
+        work = None if self.tower_work is None else self.tower_work.map(send)
+        return replace(self, **sent, packed=packed, cu_seqlens=None if packed is None else packed.cu_seqlens_q, tower_work=work)
+
+    def pin(self) -> ModelInputs:
+        """In page-locked memory, from where copies to a GPU run beside its work."""
+        return self.map(Tensor.pin_memory)
+
+    def to(self, device: torch.device) -> ModelInputs:
+        return self.map(lambda values: values.to(device, non_blocking=True))
+
     @property
     def num_labels(self) -> int:
         """Labelled tokens of this rank: label not ignored, weight above 0."""
@@ -68,7 +86,12 @@ def local_labels(batch: Batch, *, cp_size: int, cp_rank: int) -> tuple[Tensor, T
 
 
 def make_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> ModelInputs:
-    """Cut one micro-batch for this rank and send it to the rank's device.
+    """Cut one micro-batch for this rank and send it to the rank's device; see `plan_inputs`."""
+    return plan_inputs(batch, mesh, geometry).to(mesh.device)
+
+
+def plan_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> ModelInputs:
+    """Cut one micro-batch for this rank, on the host.
 
     Args:
         batch: the full stream, on the host.
@@ -83,9 +106,6 @@ def make_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> Mod
         assert cut is not None
         return cut
 
-    def send(values: Tensor) -> Tensor:
-        return values.to(mesh.device, non_blocking=True)
-
     rows, num_tokens = batch.input_ids_BS.shape
     stream_positions_BT = torch.arange(rows * num_tokens).view(rows, num_tokens)
     labels_BS, weights_BS = local_labels(batch, cp_size=mesh.cp_size, cp_rank=mesh.cp_rank)
@@ -99,19 +119,19 @@ def make_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> Mod
 
     packed = None
     if batch.cu_seqlens is not None:
-        packed = PackedStream(send(batch.cu_seqlens), tuple(batch.cu_seqlens.tolist()), batch.max_seqlen)
+        packed = PackedStream(batch.cu_seqlens, tuple(batch.cu_seqlens.tolist()), batch.max_seqlen)
     work = None if geometry is None else plan_tower_work(batch.visual, geometry, num_ranks=mesh.cp_size, rank=mesh.cp_rank)
     return ModelInputs(
-        input_ids_BT=send(batch.input_ids_BS),
+        input_ids_BT=batch.input_ids_BS,
         cu_seqlens=None if packed is None else packed.cu_seqlens_q,
         packed=packed,
-        position_ids_3BS=send(local(batch.position_ids_3BS)),
-        tower_work=None if work is None else work.to(mesh.device),
-        visual_positions_V=send(visual_positions),
-        local_features_W=send(_at(local_feature_BS, visual_slots)),
-        local_visual_slots_W=send(visual_slots),
-        label_slots_N=send(label_slots),
-        targets_N=send(_at(labels_BS, label_slots)),
-        weights_N=send(_at(weights_BS, label_slots)),
+        position_ids_3BS=local(batch.position_ids_3BS),
+        tower_work=work,
+        visual_positions_V=visual_positions,
+        local_features_W=_at(local_feature_BS, visual_slots),
+        local_visual_slots_W=visual_slots,
+        label_slots_N=label_slots,
+        targets_N=_at(labels_BS, label_slots),
+        weights_N=_at(weights_BS, label_slots),
         label_positions_N=_at(local(stream_positions_BT), label_slots),
     )

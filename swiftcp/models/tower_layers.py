@@ -35,10 +35,8 @@ class FrameLayout:
         groups = tuple((size, (torch.tensor(first)[:, None] + torch.arange(size)).flatten()) for size, first in starts.items())
         return cls(torch.tensor(ends, dtype=torch.int32), max(num_patches), groups)
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> FrameLayout:
-        def send(values: Tensor) -> Tensor:
-            return values.to(device, non_blocking=non_blocking)
-
+    def map(self, send: Callable[[Tensor], Tensor]) -> FrameLayout:
+        """The same with `send` applied to the tensors."""
         return FrameLayout(send(self.cu_seqlens), self.max_patches, tuple((size, send(places)) for size, places in self.groups))
 
 

@@ -22,6 +22,7 @@ from swiftcp.models.shapes import find_shape
 from swiftcp.parallel import cpu_shim
 from swiftcp.parallel.layer_specs import Backend, select_backend
 from swiftcp.parallel.mesh import Mesh, stop
+from swiftcp.trainers.ahead import PlannedBatch, plan_ahead
 from swiftcp.trainers.logs import memory_gib, utilisation
 from swiftcp.trainers.optimizer import build_optimizer, build_scheduler, check_optimizer, wrap_model
 from swiftcp.trainers.part_timer import PartTimer
@@ -70,7 +71,7 @@ class Bench:
     runner: Runner
     optimizer: Any
     scheduler: Any
-    batches: Iterator[Batch]
+    batches: Iterator[Batch | PlannedBatch]
     timer: PartTimer
     backend: Backend
 
@@ -140,7 +141,7 @@ def build(config: BenchConfig, mesh: Mesh) -> Bench:
         runner=Runner(ddp, mesh, geometry, model.vocab_size),
         optimizer=optimizer,
         scheduler=build_scheduler(optimizer, config, config.num_steps + config.num_warmup_steps + 1),
-        batches=itertools.cycle(packs),
+        batches=plan_ahead(itertools.cycle(packs), mesh, geometry),
         timer=timer,
         backend=backend,
     )

@@ -25,6 +25,16 @@ def check_optimizer(config: TrainConfig | BenchConfig) -> None:
         )
 
 
+def _fuse_gradient_accumulation(model: MultimodalGPTModel) -> None:
+    """Let Transformer Engine's layers add weight gradients to the float32 buffer within the product.
+
+    megatron-core (0.19) has a flag for it, but its other layers then ask for Apex.
+    """
+    for module in model.modules():
+        if hasattr(module, "fuse_wgrad_accumulation"):
+            module.fuse_wgrad_accumulation = True
+
+
 def wrap_model(model: MultimodalGPTModel, mesh: Mesh, *, use_distributed_optimizer: bool) -> DistributedDataParallel:
     """Sum gradients over all data- and context-parallel ranks, in float32.
 
@@ -38,6 +48,7 @@ def wrap_model(model: MultimodalGPTModel, mesh: Mesh, *, use_distributed_optimiz
         average_in_collective=False,  # sums are divided once, by the count of labelled tokens
     )
     ddp = DistributedDataParallel(model.config, ddp_config, model)
+    _fuse_gradient_accumulation(model)
     model.config.finalize_model_grads_func = finalize_model_grads
     model.config.no_sync_func = ddp.no_sync if on_cuda else None
     return ddp

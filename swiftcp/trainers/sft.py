@@ -27,6 +27,7 @@ from swiftcp.models.build import freeze
 from swiftcp.models.mm_gpt_model import MultimodalGPTModel
 from swiftcp.parallel import cpu_shim
 from swiftcp.parallel.mesh import Mesh, stop
+from swiftcp.trainers.ahead import plan_ahead
 from swiftcp.trainers.datasets import batch_layout, make_encoder, open_dataset, write_bad_rows
 from swiftcp.trainers.evaluation import evaluate
 from swiftcp.trainers.logs import Clock, LogRecord, RunLog, TimedIterator, memory_gib, utilisation
@@ -190,7 +191,7 @@ def run_steps(run: Run, state: RunState, stream: BatchStream) -> None:
     num_steps = run.data.plan.num_steps
     log = RunLog(run.output_dir, writes=run.mesh.rank == 0)
     log.forget_after(state.step)
-    batches = TimedIterator(iter(stream))
+    batches = TimedIterator(plan_ahead(iter(stream), run.mesh, run.source.geometry))
     clock = Clock(state.step, num_steps, state.elapsed_seconds)
     skipped_in_a_row = 0
     with stop_on_sigterm() as request:

@@ -26,9 +26,9 @@ from torch import Tensor
 from swiftcp.checkpoint.together import gather_all
 from swiftcp.data.batch import Batch
 from swiftcp.errors import SwiftcpError, TrainingError
-from swiftcp.models.inputs import make_inputs
 from swiftcp.models.towers import TowerGeometry
 from swiftcp.parallel.mesh import Mesh
+from swiftcp.trainers.ahead import PlannedBatch, send
 from swiftcp.trainers.flops import training_flops
 
 logger = logging.getLogger(__name__)
@@ -89,12 +89,12 @@ def _extent(runner: Runner, batch: Batch) -> tuple[float, float, float]:
     return sum(batch.lengths), batch.padding_mask_BS.numel(), flops
 
 
-def _forward_step(runner: Runner, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+def _forward_step(runner: Runner, batches: Iterator[Batch | PlannedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
     rows: tuple[int, ...] = ()
     try:
-        batch = next(batches)
-        rows = batch.rows
-        inputs = make_inputs(batch, runner.mesh, runner.geometry)
+        coming = next(batches)
+        rows = coming.rows
+        batch, inputs = send(coming, runner.mesh, runner.geometry)
         losses_N = model(inputs)
     except Exception as error:
         raise _failure(error, runner.mesh.rank, rows) from error
@@ -110,7 +110,9 @@ def _failure(error: Exception, rank: int, rows: Sequence[int]) -> TrainingError:
     return TrainingError(f"rank {rank} failed on {where}: {type(error).__name__}: {error}")
 
 
-def run_micro_batches(runner: Runner, batches: Iterator[Batch], num_micro_batches: int, *, forward_only: bool = False) -> Totals:
+def run_micro_batches(
+    runner: Runner, batches: Iterator[Batch | PlannedBatch], num_micro_batches: int, *, forward_only: bool = False
+) -> Totals:
     """Forward (and backward) over this data-parallel rank's next micro-batches; gradients end up reduced and divided.
 
     Every rank must call it with the same `num_micro_batches`, and the ranks of a context-parallel group with the same batches.
@@ -171,7 +173,9 @@ def optimizer_step(runner: Runner, optimizer: Any, scheduler: Any) -> float:
     return grad_norm
 
 
-def train_step(runner: Runner, optimizer: Any, scheduler: Any, batches: Iterator[Batch], num_micro_batches: int) -> tuple[Totals, float]:
+def train_step(
+    runner: Runner, optimizer: Any, scheduler: Any, batches: Iterator[Batch | PlannedBatch], num_micro_batches: int
+) -> tuple[Totals, float]:
     """One global batch.
 
     Returns:

@@ -109,7 +109,7 @@ def test_fused_attention_inside_frames_is_that_of_float32(head_dim: int) -> None
 
     torch.manual_seed(0)
     sizes = (1024, 256, 256, 48)
-    frames = FrameLayout.of(sizes).to(torch.device("cuda"))
+    frames = FrameLayout.of(sizes).map(Tensor.cuda)
     scale = head_dim**-0.5
     heads = [torch.randn(sum(sizes), 16, head_dim, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
     exact = [values.detach().float().requires_grad_() for values in heads]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 
 from swiftcp.data.batch import VisualItems
 from swiftcp.models.tower_layers import FrameLayout, LinearPatchEmbedding, frame_attention
-from swiftcp.models.towers import TowerGeometry, plan_tower_work, spread_frames
+from swiftcp.models.towers import TowerGeometry, encode, plan_tower_work, spread_frames
 
 GEOMETRY = TowerGeometry(merge_size=2, patch_values=3, num_layers=1, hidden_size=4, intermediate_size=8, prepare=lambda grid: {})
 
@@ -46,18 +48,28 @@ def test_a_video_is_spread_by_frames() -> None:
     assert [work.grid_thw.tolist() for work in works] == [[[1, 4, 4], [1, 4, 4]]] * 2
 
 
-def test_a_rank_without_work_gets_a_dummy_of_no_consequence() -> None:
+def test_a_rank_without_work_has_an_empty_share() -> None:
     work = plan_tower_work(items((1, 4, 4)), GEOMETRY, num_ranks=2, rank=1)
-    assert work.grid_thw.tolist() == [[1, 2, 2]]
-    assert work.patches_PD.shape == (4, 3)
+    assert work.grid_thw.shape == (0, 3) and work.patches_PD.shape == (0, 3) and work.prepared == {}
     assert (work.num_features, work.gathered_rows, work.feature_rows_V.tolist()) == (0, 4, [0, 1, 2, 3])
 
 
-def test_a_microbatch_of_text_alone_runs_the_dummy_everywhere() -> None:
+def test_a_microbatch_of_text_alone_leaves_nothing_to_do() -> None:
     for rank in range(2):
         work = plan_tower_work(None, GEOMETRY, num_ranks=2, rank=rank)
-        assert (work.num_features, work.gathered_rows, work.feature_rows_V.numel()) == (0, 0, 0)
-        assert work.patches_PD.size(0) == 4
+        assert (work.num_features, work.gathered_rows, work.feature_rows_V.numel(), work.patches_PD.size(0)) == (0, 0, 0, 0)
+
+
+def test_without_frames_each_trained_parameter_gets_one_gradient_of_zeros() -> None:
+    class Linear(torch.nn.Linear):
+        feature_shape = (2, 5)
+
+    tower = Linear(3, 5)
+    tower.bias.requires_grad_(False)
+    features = encode(tower, plan_tower_work(None, GEOMETRY, num_ranks=1, rank=0), SimpleNamespace(size=lambda: 1), torch.float32)
+    assert features.shape == (0, 2, 5)
+    features.sum().backward()
+    assert tower.weight.grad is not None and not tower.weight.grad.any() and tower.bias.grad is None
 
 
 def test_the_patch_embedding_equals_its_convolution() -> None:

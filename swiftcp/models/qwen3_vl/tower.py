@@ -56,6 +56,11 @@ class Qwen3VLTower(Qwen3VLVisionModel):
         for block in blocks:
             block.attn.use_transformer_engine()
 
+    @property
+    def feature_shape(self) -> tuple[int, int]:
+        """(1 + levels, H)."""
+        return 1 + len(self.config.deepstack_visual_indexes), self.config.out_hidden_size
+
     def _phases(self, position_ids_P2: Tensor) -> Tensor:
         """Radians, [P, 1, 1, head_dim] float32; `transformers` keeps their cosines and sines alone."""
         rotary: Any = self.rotary_pos_emb
