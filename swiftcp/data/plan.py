@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
+from threading import RLock
 
 from swiftcp.errors import ConfigError
 
@@ -97,7 +98,10 @@ def _shuffled[T](items: Sequence[T], seed: str) -> list[T]:
 
 
 class StepPlan:
-    """The steps of a whole run. Epochs are planned when they are reached, and any rank makes the same plan."""
+    """The steps of a whole run. Epochs are planned when they are reached, and any rank makes the same plan.
+
+    Threads may share one: batches are read ahead while the training loop asks where it stands.
+    """
 
     def __init__(
         self,
@@ -132,6 +136,7 @@ class StepPlan:
         self.num_train_epochs = num_train_epochs
         self._first_packs = [0]
         self._planned: dict[int, list[Pack]] = {}
+        self._lock = RLock()
         self.num_steps = -(-self._first_pack(num_train_epochs or 0) // global_batch_size) if train_iters is None else train_iters
 
     def step(self, step: int) -> list[Pack]:
@@ -144,7 +149,8 @@ class StepPlan:
             raise IndexError(f"step {step} of {self.num_steps}")
         first = step * self.global_batch_size
         epoch = self._epoch_of(first)
-        packs = self._packs(epoch)[first - self._first_pack(epoch) :][: self.global_batch_size]
+        begin = first - self._first_pack(epoch)
+        packs = self._packs(epoch)[begin : begin + self.global_batch_size]
         while len(packs) < self.global_batch_size and epoch + 1 != self.num_train_epochs:
             epoch += 1
             packs = packs + self._packs(epoch)[: self.global_batch_size - len(packs)]
@@ -177,18 +183,20 @@ class StepPlan:
 
     def _first_pack(self, epoch: int) -> int:
         """Packs of all earlier epochs."""
-        while len(self._first_packs) <= epoch:
-            earlier = len(self._first_packs) - 1
-            size = len(self.lengths) if self.packing_length is None else len(self._packs(earlier))
-            self._first_packs.append(self._first_packs[-1] + size)
-        return self._first_packs[epoch]
+        with self._lock:
+            while len(self._first_packs) <= epoch:
+                earlier = len(self._first_packs) - 1
+                size = len(self.lengths) if self.packing_length is None else len(self._packs(earlier))
+                self._first_packs.append(self._first_packs[-1] + size)
+            return self._first_packs[epoch]
 
     def _packs(self, epoch: int) -> list[Pack]:
-        if epoch not in self._planned:
-            if len(self._planned) > 1:  # a step touches two epochs, rarely more: keep no others
-                del self._planned[min(self._planned)]
-            self._planned[epoch] = self._plan(epoch)
-        return self._planned[epoch]
+        with self._lock:
+            if epoch not in self._planned:
+                if len(self._planned) > 1:  # a step touches two epochs, rarely more: keep no others
+                    del self._planned[min(self._planned)]
+                self._planned[epoch] = self._plan(epoch)
+            return self._planned[epoch]
 
     def _plan(self, epoch: int) -> list[Pack]:
         if self.packing_length is None:

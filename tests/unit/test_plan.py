@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -177,6 +178,24 @@ def test_steps_can_be_asked_for_in_any_order() -> None:
     expected = [forwards.step(step) for step in range(forwards.num_steps)]
     again = plan(lengths, num_train_epochs=5)
     assert [again.step(step) for step in reversed(range(again.num_steps))] == expected[::-1]
+
+
+def test_threads_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swiftcp.data.plan._WINDOW", 8)  # so that epochs differ in their number of packs
+    lengths = [(7 * i) % 60 + 1 for i in range(40)]
+    options = {"num_train_epochs": None, "train_iters": 40}
+    alone = plan(lengths, **options)
+    expected = [(alone.epochs_before(step), alone.step(step)) for step in range(alone.num_steps)]
+
+    def slow(*arguments: Any, **named: Any) -> list[Pack]:
+        time.sleep(0.01)  # so that threads meet here
+        return plan_packs(*arguments, **named)
+
+    monkeypatch.setattr("swiftcp.data.plan.plan_packs", slow)
+    shared = plan(lengths, **options)
+    with ThreadPoolExecutor(4) as threads:
+        asked = [threads.submit(lambda: [(shared.epochs_before(s), shared.step(s)) for s in range(shared.num_steps)]) for _ in range(4)]
+    assert all(answers.result() == expected for answers in asked)
 
 
 def test_epochs_before_a_step() -> None:
