@@ -6,10 +6,10 @@ made from rows without any random draw, and so are the same with any number of w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from swiftcp.data.batch import Batch, collate_pack, collate_rows
+from swiftcp.data.batch import Batch, Sample, collate_pack, collate_rows
 from swiftcp.data.dataset import EncodedDataset
 from swiftcp.data.plan import FILLER, Pack, StepPlan, packs_of_rank, plan_in_order
 from swiftcp.data.workers import map_in_order
@@ -33,6 +33,19 @@ class BatchLayout:
         """This rank's micro-batches of a step."""
         return packs_of_rank(packs, dp_rank=self.dp_rank, dp_size=self.dp_size, micro_batch_size=self.micro_batch_size)
 
+    def in_order(self, lengths: Sequence[int]) -> list[tuple[Pack, ...]]:
+        """This rank's micro-batches of all rows once, in order; equally many on every rank, the last ones may be fillers."""
+        packs = plan_in_order(lengths, packing_length=self.packing_length, pack_align=self.pack_align)
+        packs += [FILLER] * (-len(packs) % (self.dp_size * self.micro_batch_size))
+        return self.of_rank(packs)
+
+    def collate(self, samples: Sequence[Sample], pad_token_id: int) -> Batch:
+        """The samples of one micro-batch."""
+        if self.packing_length is None:
+            return collate_rows(samples, pack_align=self.pack_align, pad_token_id=pad_token_id, num_rows=self.micro_batch_size)
+        total = self.micro_batch_size * self.packing_length if self.full_packs else None
+        return collate_pack(samples, pack_align=self.pack_align, pad_token_id=pad_token_id, total_length=total)
+
 
 class _MakeBatch:
     """The batch of one micro-batch; what worker processes run."""
@@ -41,13 +54,8 @@ class _MakeBatch:
         self._dataset, self._layout = dataset, layout
 
     def __call__(self, packs: tuple[Pack, ...]) -> Batch:
-        layout = self._layout
         samples = [self._dataset[place] for pack in packs for place in pack]
-        pad_token_id = self._dataset.encoder.pad_token_id
-        if layout.packing_length is None:
-            return collate_rows(samples, pack_align=layout.pack_align, pad_token_id=pad_token_id, num_rows=layout.micro_batch_size)
-        total = layout.micro_batch_size * layout.packing_length if layout.full_packs else None
-        return collate_pack(samples, pack_align=layout.pack_align, pad_token_id=pad_token_id, total_length=total)
+        return self._layout.collate(samples, self._dataset.encoder.pad_token_id)
 
 
 class BatchStream:
@@ -82,8 +90,4 @@ def batches_in_order(dataset: EncodedDataset, layout: BatchLayout, *, num_worker
 
     Every rank gets equally many micro-batches; the last ones may be fillers.
     """
-    packs = plan_in_order(dataset.lengths, packing_length=layout.packing_length, pack_align=layout.pack_align)
-    share = layout.dp_size * layout.micro_batch_size
-    packs += [FILLER] * (-len(packs) % share)
-    micro_batches: Iterable[tuple[Pack, ...]] = layout.of_rank(packs)
-    return map_in_order(_MakeBatch(dataset, layout), micro_batches, num_workers=num_workers)
+    return map_in_order(_MakeBatch(dataset, layout), layout.in_order(dataset.lengths), num_workers=num_workers)

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from swiftcp.checkpoint.durable import UNFINISHED, flush
 from swiftcp.config.concerns import LogprobsConfig
 from swiftcp.config.resolved import ResolvedConfig
-from swiftcp.data.batch import Batch, Sample, collate_pack, collate_rows
+from swiftcp.data.batch import Batch, Sample
 from swiftcp.data.dataset import EncodedDataset
 from swiftcp.data.loader import BatchLayout
-from swiftcp.data.plan import FILLER, Pack, plan_in_order
+from swiftcp.data.plan import Pack
 from swiftcp.data.workers import map_in_order
 from swiftcp.models.inputs import make_inputs
 from swiftcp.parallel import cpu_shim
@@ -61,23 +61,11 @@ class _EveryTokenLabelled:
     def __call__(self, packs: tuple[Pack, ...]) -> tuple[Batch, list[dict[str, Any]]]:
         samples = [self._dataset[place] for pack in packs for place in pack]
         labelled = [replace(sample, labels_L=sample.input_ids_L, weights_L=torch.ones(len(sample))) for sample in samples]
-        align, pad_token_id = self._layout.pack_align, self._dataset.encoder.pad_token_id
-        if self._layout.packing_length is None:
-            batch = collate_rows(labelled, pack_align=align, pad_token_id=pad_token_id, num_rows=self._layout.micro_batch_size)
-        else:
-            batch = collate_pack(labelled, pack_align=align, pad_token_id=pad_token_id)
-        return batch, [_record(sample) for sample in samples]
+        return self._layout.collate(labelled, self._dataset.encoder.pad_token_id), [_record(sample) for sample in samples]
 
 
 def _record(sample: Sample) -> dict[str, Any]:
     return {"row": sample.row, "input_ids": sample.input_ids_L.tolist(), "labels": sample.labels_L.tolist()}
-
-
-def _micro_batches(dataset: EncodedDataset, layout: BatchLayout, num_workers: int) -> Iterator[tuple[Batch, list[dict[str, Any]]]]:
-    """This rank's share, in order; equally many on every rank."""
-    packs = plan_in_order(dataset.lengths, packing_length=layout.packing_length, pack_align=layout.pack_align)
-    packs += [FILLER] * (-len(packs) % (layout.dp_size * layout.micro_batch_size))
-    return map_in_order(_EveryTokenLabelled(dataset, layout), layout.of_rank(packs), num_workers=num_workers)
 
 
 @torch.no_grad()
@@ -123,7 +111,8 @@ def logprob_rows(
     model: nn.Module, dataset: EncodedDataset, layout: BatchLayout, source: Source, mesh: Mesh, *, num_workers: int = 0
 ) -> Iterator[dict[str, Any]]:
     """The written object of each row, in the order of the rows, on the first rank; the others go along, and get none."""
-    for batch, records in _micro_batches(dataset, layout, num_workers):
+    micro_batches = map_in_order(_EveryTokenLabelled(dataset, layout), layout.in_order(dataset.lengths), num_workers=num_workers)
+    for batch, records in micro_batches:
         logprobs_T = token_logprobs(model, batch, source, mesh).tolist()
         for record, start, length in zip(records, sample_starts(batch), batch.lengths, strict=True):
             record["logprobs"] = [None, *logprobs_T[start : start + length - 1]]
