@@ -5,7 +5,8 @@ the group by cost; one all-gather brings [main | deepstack levels] back, and its
 With the sum over data and context ranks that DDP makes, each gradient then counts once.
 
 Every trainable parameter of the tower gets exactly one gradient on every rank in every micro-batch, zeros where a rank has nothing
-to encode, and no collective depends on what a rank's data holds.
+to encode, and no collective depends on what a rank's data holds. The zeros come in the order of a real backward pass, for overlapped
+reduction starts on a bucket of gradients when its last one is ready, and ranks must start on their buckets in one order.
 
 Legend: U frames, P patches, D values of a patch, V merged features of the micro-batch, W width of [main | levels].
 """
@@ -53,7 +54,9 @@ class Tower(Protocol):
         """(1 + levels, H)."""
         ...
 
-    def parameters(self) -> Iterator[nn.Parameter]: ...
+    def parts(self) -> Iterator[nn.Module]:
+        """Modules that together have all parameters, in the order in which `encode` uses them."""
+        ...
 
     def encode(self, patches_PD: Tensor, grid_thw: Tensor, prepared: dict[str, Any]) -> Tensor:
         """[features, 1 + levels, H]: the main features, then the deepstack levels."""
@@ -134,19 +137,26 @@ def plan_tower_work(items: VisualItems | None, geometry: TowerGeometry, *, num_r
     )
 
 
-class _NoFeatures(torch.autograd.Function):
-    """[0, 1 + levels, H], the features of no frame: parameters get gradients of zero without the tower's run (100 ms on one H200)."""
+class _WithoutUse(torch.autograd.Function):
+    """Hands values on; in the backward pass the parameters get gradients of zero."""
 
     @staticmethod
-    def forward(ctx: Any, feature_shape: tuple[int, int], dtype: torch.dtype, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, values: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
-        return torch.empty(0, *feature_shape, dtype=dtype, device=parameters[0].device)
+        return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        needed = ctx.needs_input_grad[2:]
-        parameters = zip(ctx.saved_tensors, needed, strict=True)
-        return None, None, *(torch.zeros_like(parameter) if need else None for parameter, need in parameters)
+        parameters = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        return grads[0], *(torch.zeros_like(parameter) if needed else None for parameter, needed in parameters)
+
+
+def _no_features(tower: Tower, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[0, 1 + levels, H], the features of no frame, without the tower's run (100 ms on one H200)."""
+    features = torch.empty(0, *tower.feature_shape, dtype=dtype, device=device)
+    for part in tower.parts():
+        features = _WithoutUse.apply(features, *part.parameters())
+    return features
 
 
 def encode(tower: Tower, work: TowerWork, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
@@ -158,7 +168,7 @@ def encode(tower: Tower, work: TowerWork, group: dist.ProcessGroup, dtype: torch
     if work.num_features:
         local = tower.encode(work.patches_PD, work.grid_thw, work.prepared).to(dtype)
     else:
-        local = _NoFeatures.apply(tower.feature_shape, dtype, *tower.parameters())
+        local = _no_features(tower, dtype, work.feature_rows_V.device)
     if group.size() > 1:
         padding = work.gathered_rows - work.num_features
         local = gather_first_dim(F.pad(local, (0, 0, 0, 0, 0, padding)), group)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
+from transformers import AutoConfig
 
 from swiftcp.data.batch import VisualItems
+from swiftcp.models.registry import family_of
+from swiftcp.models.shapes import find_shape
 from swiftcp.models.tower_layers import FrameLayout, LinearPatchEmbedding, frame_attention
 from swiftcp.models.towers import TowerGeometry, encode, plan_tower_work, spread_frames
 
@@ -64,12 +70,58 @@ def test_without_frames_each_trained_parameter_gets_one_gradient_of_zeros() -> N
     class Linear(torch.nn.Linear):
         feature_shape = (2, 5)
 
+        def parts(self) -> Iterator[torch.nn.Module]:
+            yield self
+
     tower = Linear(3, 5)
     tower.bias.requires_grad_(False)
     features = encode(tower, plan_tower_work(None, GEOMETRY, num_ranks=1, rank=0), SimpleNamespace(size=lambda: 1), torch.float32)
     assert features.shape == (0, 2, 5)
     features.sum().backward()
     assert tower.weight.grad is not None and not tower.weight.grad.any() and tower.bias.grad is None
+
+
+@pytest.fixture(scope="module")
+def deep_tower() -> tuple[Any, TowerGeometry]:
+    """Qwen3-VL's tower with all its blocks, but narrow."""
+    hf_config = AutoConfig.from_pretrained(find_shape("qwen3_vl_2b"))
+    narrow = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+    hf_config.vision_config.update(narrow)
+    family = family_of("qwen3_vl")
+    return family.build_tower(hf_config, "torch"), family.tower_geometry(hf_config)
+
+
+def order_of_gradients(tower: Any, geometry: TowerGeometry, visual: VisualItems | None) -> list[torch.nn.Parameter]:
+    """Parameters in the order in which a backward pass finishes their gradients."""
+    order: list[torch.nn.Parameter] = []
+    hooks = [parameter.register_post_accumulate_grad_hook(order.append) for parameter in tower.parameters() if parameter.requires_grad]
+    work = plan_tower_work(visual, geometry, num_ranks=1, rank=0)
+    encode(tower, work, SimpleNamespace(size=lambda: 1), torch.float32).sum().backward()
+    for hook in hooks:
+        hook.remove()
+    return order
+
+
+def order_of_buckets(tower: Any, order: list[torch.nn.Parameter], size: int) -> list[int]:
+    """Buckets of `size` parameters, cut as for overlapped reduction, in the order in which they are complete."""
+    trained = [parameter for parameter in tower.parameters() if parameter.requires_grad][::-1]
+    bucket = {parameter: number // size for number, parameter in enumerate(trained)}
+    last = {bucket[parameter]: place for place, parameter in enumerate(order)}
+    return sorted(last, key=lambda number: last[number])
+
+
+@pytest.mark.parametrize("frozen", [(), ("merger", "deepstack_merger_list"), ("blocks", "patch_embed", "pos_embed")], ids=str)
+def test_without_frames_buckets_of_gradients_are_complete_in_the_same_order(
+    deep_tower: tuple[Any, TowerGeometry], frozen: tuple[str, ...]
+) -> None:
+    tower, geometry = deep_tower
+    for name, parameter in tower.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    visual = VisualItems(torch.randn(16, geometry.patch_values), torch.tensor([[1, 4, 4]]), torch.arange(4))
+    with_frames, without = (order_of_gradients(tower, geometry, items) for items in (visual, None))
+    assert len(with_frames) == len(without) == sum(parameter.requires_grad for parameter in tower.parameters())
+    for size in (12, 20, 40, 80):
+        assert order_of_buckets(tower, without, size) == order_of_buckets(tower, with_frames, size)
 
 
 def test_the_patch_embedding_equals_its_convolution() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -60,6 +61,17 @@ class Qwen3VLTower(Qwen3VLVisionModel):
     def feature_shape(self) -> tuple[int, int]:
         """(1 + levels, H)."""
         return 1 + len(self.config.deepstack_visual_indexes), self.config.out_hidden_size
+
+    def parts(self) -> Iterator[nn.Module]:
+        """Modules that together have all parameters, in the order of their use."""
+        blocks: Any = self.blocks
+        levels = self.config.deepstack_visual_indexes
+        yield from (self.patch_embed, self.pos_embed)
+        for number, block in enumerate(blocks):
+            yield block
+            if number in levels:
+                yield self.deepstack_merger_list[levels.index(number)]
+        yield self.merger
 
     def _phases(self, position_ids_P2: Tensor) -> Tensor:
         """Radians, [P, 1, 1, head_dim] float32; `transformers` keeps their cosines and sines alone."""
