@@ -6,10 +6,7 @@ All checks happen before ranks start, so that an error is told once. What runs i
 from __future__ import annotations
 
 import json
-import logging
 import os
-import sys
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -19,7 +16,7 @@ from swiftcp.config.facts import read_shape_facts
 from swiftcp.errors import ConfigError, PreemptedError, TrainingError
 from swiftcp.launch import count_gpus, launch_local
 from swiftcp.models.shapes import find_shape
-from swiftcp.parallel.engine import hide_broken_transformer_engine
+from swiftcp.rank import prepare_rank, set_up_logging
 from swiftcp.topology import Topology, find_topology
 
 Command = Literal["sft", "pt", "logprobs", "parity", "bench"]
@@ -62,7 +59,7 @@ def _run_rank(command: Command, resolved: ResolvedConfig[Any], topology: Topolog
         os.environ.update(topology.variables())
     if topology.rank == 0:
         print("\n".join([topology.describe(), resolved.describe()]), flush=True)
-    hide_broken_transformer_engine()
+    prepare_rank(resolved.config.device)
     if command == "logprobs":
         from swiftcp.trainers import logprobs
 
@@ -87,15 +84,6 @@ def _run_parity(resolved: ResolvedConfig[Any], topology: Topology) -> int:
     from swiftcp.trainers import parity
 
     return parity.run(resolved)
-
-
-def set_up_logging(*, informs: bool) -> None:
-    """What this project says is shown, of other packages what matters: megatron-core and torch tell much at each start."""
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
-    logging.getLogger("swiftcp").setLevel(logging.INFO if informs else logging.WARNING)
-    for name in ("megatron", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", category=FutureWarning)
 
 
 def run(command: Command, arguments: Sequence[str], *, values: Mapping[str, object] | None = None) -> int:
