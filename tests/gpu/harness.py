@@ -24,8 +24,6 @@ from swiftcp.trainers.logprobs import sample_starts
 from tests.samples import make_sample
 
 DEVICE = torch.device("cuda", 0)
-SHARPNESS = 2.0
-"""Gain of queries and of keys: attention that tells positions apart, so that wrong ones show."""
 
 
 def write_random_folder(shape: str, folder: Path, *, num_layers: int | None = None, seed: int = 0) -> Path:
@@ -47,13 +45,11 @@ def write_random_folder(shape: str, folder: Path, *, num_layers: int | None = No
     torch.manual_seed(seed)
     with torch.device(DEVICE):
         model = getattr(transformers, config["architectures"][0])._from_config(hf_config, dtype=torch.bfloat16)
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data.add_(0.05 * torch.randn_like(parameter))
+            else:
                 parameter.data.normal_(0, 0.8 / parameter[0].numel() ** 0.5)
-                continue
-            parameter.data.add_(0.05 * torch.randn_like(parameter))
-            if name.endswith(("q_norm.weight", "k_norm.weight")):
-                parameter.data.mul_(SHARPNESS)
     model.get_input_embeddings().weight.data.normal_(0, 0.05)
     model.save_pretrained(folder)
     del model
@@ -70,7 +66,7 @@ class Outcome:
     logprobs: Tensor
     """[sum of L - 1] of all rows, one after the other, float32 on the host."""
     gradients: dict[str, Tensor]
-    """By the checkpoint's names, on the host, float32."""
+    """By the checkpoint's names, on the GPU."""
 
 
 def samples_of(folder: Path, mixes: Sequence[str]) -> list[Sample]:
@@ -98,7 +94,7 @@ def run_transformers(folder: Path, mixes: Sequence[str], dtype: torch.dtype) -> 
         row = oracle_logprobs(model, _rounded(sample))
         logprobs.append(row.detach().cpu())
         (-(row * sample.weights_L[1:].to(DEVICE)).sum()).backward()
-    gradients = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     del model
     torch.cuda.empty_cache()
     return Outcome(torch.cat(logprobs), gradients)
@@ -166,7 +162,7 @@ def _gradients(model: Any, inputs: ModelInputs, table: Any, backward: bool) -> d
     if not backward:
         return gradients
     (model(inputs) * inputs.weights_N).sum().backward()
-    by_target = {name: parameter.grad.float().cpu() for name, parameter in model.named_parameters()}
+    by_target = {name: parameter.grad for name, parameter in model.named_parameters()}
     for target, rule in table.pair(list(by_target)).items():
         gradients.update(zip(rule.sources, rule.separate(by_target[target]), strict=True))
     return gradients
@@ -193,7 +189,7 @@ def gradient_agreement(got: dict[str, Tensor], expected: dict[str, Tensor]) -> d
     """(cosine, ratio of norms) of each tensor."""
     agreement = {}
     for name, theirs in expected.items():
-        ours = got[name].double().flatten()
-        theirs = theirs.double().flatten()
-        agreement[name] = ((ours @ theirs / (ours.norm() * theirs.norm())).item(), (ours.norm() / theirs.norm()).item())
+        ours, theirs = got[name].double().flatten(), theirs.double().flatten()
+        norms = ours.norm(), theirs.norm()
+        agreement[name] = ((ours @ theirs / (norms[0] * norms[1])).item(), (norms[0] / norms[1]).item())
     return agreement
