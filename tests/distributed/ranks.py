@@ -42,6 +42,9 @@ def _join(rank: int, num_ranks: int, port: int) -> None:
 def _serve(rank: int, connection: Connection) -> None:
     """What each rank process does until it is told to stop: join, call, answer."""
     warnings.simplefilter("ignore")  # megatron-core warns of each package that it would use on a GPU
+    from swiftcp.rank import prepare_rank
+
+    prepare_rank("cpu")
     import torch
 
     from swiftcp.parallel import cpu_shim
