@@ -49,9 +49,21 @@ def bfloat16(folder: Path) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def visual_rows(folder: Path) -> Tensor:
-    """Which log-probabilities belong to rows with images or videos."""
-    return torch.cat([torch.full((len(sample) - 1,), sample.visual is not None) for sample in samples_of(folder, MIXES)])
+def behind_media(folder: Path) -> Tensor:
+    """Which log-probabilities are those of text behind an image or a video of its row.
+
+    Those of placeholders all have one target: how far a fault moves them is one draw of a random weight.
+    """
+    masks = []
+    for sample in samples_of(folder, MIXES):
+        is_text = torch.ones(len(sample), dtype=torch.bool)
+        first = len(sample)
+        if sample.visual is not None:
+            is_text[sample.visual.positions_V] = False
+            first = int(sample.visual.positions_V.min())
+        is_text[:first] = False
+        masks.append(is_text[1:])
+    return torch.cat(masks)
 
 
 def error(outcome: Outcome, reference: Outcome, where: Tensor | None = None) -> float:
@@ -90,10 +102,10 @@ def test_float32_on_the_gpu_equals_transformers(folder: Path, float32: Outcome) 
 
 
 @pytest.mark.parametrize("fault", ["deepstack_off", "sectioned_mrope"])
-def test_a_fault_of_the_model_shows(folder: Path, float32: Outcome, bfloat16: Outcome, visual_rows: Tensor, fault: str) -> None:
+def test_a_fault_of_the_model_shows(folder: Path, float32: Outcome, bfloat16: Outcome, behind_media: Tensor, fault: str) -> None:
     with FAULTS[fault]():
-        found = error(run_ours(folder, MIXES, "torch", backward=False), float32, visual_rows)
-    theirs = error(bfloat16, float32, visual_rows)
+        found = error(run_ours(folder, MIXES, "torch", backward=False), float32, behind_media)
+    theirs = error(bfloat16, float32, behind_media)
     tolerance = (ERROR_RATIO - 1) * theirs
     print(f"\n{fault}: mean error {found:.4f}, transformers in bfloat16 {theirs:.4f}, tolerance beyond it {tolerance:.4f}")
     assert found - theirs > CONTROL_FACTOR * tolerance
