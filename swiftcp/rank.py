@@ -24,3 +24,4 @@ def set_up_logging(*, informs: bool) -> None:
     for name in ("megatron", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning)
+    warnings.filterwarnings("ignore", category=UserWarning, module=r"(megatron|torch|transformers)\b")

@@ -14,7 +14,7 @@ from swiftcp.checkpoint.run_state import RunState, check_fingerprint
 from swiftcp.config.concerns import TrainConfig
 from swiftcp.data.encode import Mode
 from swiftcp.data.plan import StepPlan
-from swiftcp.errors import CheckpointError
+from swiftcp.errors import CheckpointError, ConfigError
 from swiftcp.trainers.setup import Source
 
 logger = logging.getLogger(__name__)
@@ -91,16 +91,23 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     return checkpoint
 
 
-def saved_step(checkpoint: Path | None, current: dict[str, Any]) -> int:
+def saved_step(checkpoint: Path | None, current: dict[str, Any], plan: StepPlan) -> int:
     """Steps that are done already. Read before the model is built, so that a recipe that does not fit is refused early.
 
     Raises:
-        ConfigError: the recipe differs from the checkpoint's in what changes the result.
+        ConfigError: the recipe differs from the checkpoint's in what changes the result, or its steps would hold other rows: a
+            longer run fills the last step of a shorter one with the next epoch's rows.
     """
     if checkpoint is None:
         return 0
     state = RunState.read(checkpoint)
     check_fingerprint(state.fingerprint, current, checkpoint)
+    samples = sum(len(pack) for step in range(min(state.step, plan.num_steps)) for pack in plan.step(step))
+    if state.step <= plan.num_steps and samples != state.samples:
+        raise ConfigError(
+            f"{checkpoint} stands behind {state.step} steps of {state.samples} rows, which this recipe's num_train_epochs or train_iters "
+            f"fills with {samples}: set them as they were, or set another output_dir and start from {checkpoint.parents[1] / 'hf'}"
+        )
     return state.step
 
 

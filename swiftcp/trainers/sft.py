@@ -90,7 +90,7 @@ def train(resolved: ResolvedConfig[TrainConfig], mode: Mode) -> None:
         data = load_data(config, mode, source, mesh)
         recipe = fingerprint(config, mode, data.plan, source, data.training.digest)
         checkpoint = find_checkpoint(config)
-        start_step = saved_step(checkpoint, recipe)
+        start_step = saved_step(checkpoint, recipe, data.plan)
         stream = open_stream(config, data, mesh, start_step)
         if mesh.rank == 0:
             write_run_files(Path(str(config.output_dir)), resolved, mesh)
