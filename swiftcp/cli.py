@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from swiftcp import __version__
 from swiftcp.config.keys import Key, keys_of
-from swiftcp.errors import SwiftcpError
+from swiftcp.errors import PreemptedError, SwiftcpError
 from swiftcp.run import CONFIG_CLASSES, Command, run
 
 app = typer.Typer(
@@ -29,7 +29,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_REPEATED_BY_RANKS_SECONDS = 1.0
+_REPEATED_BY_RANKS_SECONDS = 10.0
 
 
 class _ConfigCommand(TyperCommand):
@@ -112,8 +112,12 @@ def _root(
 
 
 def _tell(error: SwiftcpError) -> None:
-    """Ranks usually meet the same error: those behind the first wait, so that the launcher stops them before they repeat it."""
+    """Ranks usually meet the same error: those behind the first wait, so that the launcher stops them before they repeat it.
+
+    What all agreed on, to stop, the first alone tells."""
     rank = os.environ.get("RANK", "0")
+    if rank != "0" and isinstance(error, PreemptedError):
+        return
     if rank != "0":
         time.sleep(_REPEATED_BY_RANKS_SECONDS)
     print(f"swiftcp: error: {error}" if rank == "0" else f"swiftcp: rank {rank}: error: {error}", file=sys.stderr, flush=True)

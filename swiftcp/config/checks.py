@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import gcd
@@ -247,9 +247,15 @@ def _trained_parts(case: Case) -> Iterator[Finding]:
 
 
 def _writable(key: str, path: Path) -> Iterator[Finding]:
+    """Writes a file without a name: permissions alone say nothing of read-only file systems, or to root."""
     existing = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        reason = "is no folder that may be written" if existing.is_dir() else "is a file"
+    if not existing.is_dir():
+        yield key, f"{key} {path} cannot be made: {existing} is a file: set another folder"
+        return
+    try:
+        tempfile.TemporaryFile(dir=existing).close()
+    except OSError as error:
+        reason = f"is no folder that may be written ({error.strerror})"
         yield key, f"{key} {path} cannot be made: {existing} {reason}: set another folder"
 
 

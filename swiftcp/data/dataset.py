@@ -152,6 +152,11 @@ class EncodedDataset:
             )
         return sample
 
+    def require_trained(self, key: str) -> None:
+        """Raises: DataError: no row of the data set, which the recipe names under `key`, has a trained token."""
+        if not any(self.encoder.is_trained(self.rows[index]) for index in self.kept):
+            raise DataError(f"{key}: none of {len(self)} rows has a trained token: give a turn `loss` true and a `weight` above 0")
+
     def split(self, ratio: float, seed: int) -> tuple[EncodedDataset, EncodedDataset]:
         """(the rest, a share of `ratio` of the rows), both in the rows' order; at least one row each.
 

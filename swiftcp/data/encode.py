@@ -49,10 +49,12 @@ class RowEncoder:
             max_length: tokens of the longest sample; rows above it are the data set's to treat, by `truncation_strategy`.
 
         Raises:
-            ConfigError: the limits contradict each other, or the tokenizer knows no offsets.
+            ConfigError: the limits contradict each other, the tokenizer knows no offsets, or `sft` has no chat template.
         """
         if not processor.tokenizer.is_fast:
             raise ConfigError("the checkpoint's tokenizer is a slow one, which cannot tell where tokens lie: add its tokenizer.json")
+        if mode == "sft" and not (getattr(processor, "chat_template", None) or processor.tokenizer.chat_template):
+            raise ConfigError("the checkpoint has no chat template, which sft needs: add its chat_template.jinja, or train with pt")
         self.mode = mode
         self.max_length = max_length
         self.truncation_strategy = truncation_strategy
@@ -77,6 +79,15 @@ class RowEncoder:
             rendered, plan = self._render(row), self._visuals.plan(row)
             text, _ = self._expand(rendered, plan)
             return len(self._tokenize(text)["input_ids"])
+
+    def is_trained(self, row: Row) -> bool:
+        """Whether any of the row's text is trained: `loss` and `weight` may leave none.
+
+        Raises:
+            RowError: the row cannot become a sample.
+        """
+        with _naming(row):
+            return any(span.end > span.start and span.weight > 0 for span in self._render(row).spans)
 
     def check_media(self, row: Row) -> None:
         """Decode every image; of videos, `length` decodes the first frame.

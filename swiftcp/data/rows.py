@@ -7,6 +7,7 @@ with file, line, value, rule and remedy. `<image>` and `<video>` are tags in pla
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -124,6 +125,7 @@ def parse_row(raw: Any, file: Path, line: int) -> Row:
     try:
         if not isinstance(raw, dict):
             raise DataError(f"a row must be a JSON object, not {shown(raw)}")
+        _check_text(raw)
         messages = [_parse_message(item, position) for position, item in enumerate(to_messages(raw), start=1)]
         _check_roles([message.role for message, _ in messages])
         media = {"image": _media_column(raw, "image"), "video": _media_column(raw, "video")}
@@ -133,6 +135,22 @@ def parse_row(raw: Any, file: Path, line: int) -> Row:
         return Row(file, line, filled, tuple(_parse_tools(raw.get("tools"))))
     except DataError as error:
         raise RowError(file, line, str(error)) from None
+
+
+def _check_text(value: Any) -> None:
+    """Raises: DataError: a string holds half of a surrogate pair, as an emoji that was cut in two does; it is no text."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            code = f"U+{ord(value[error.start]):04X}"
+            raise DataError(f"a text holds the lone surrogate {code} at character {error.start + 1}: mend or remove it") from None
+    elif isinstance(value, Mapping):
+        for item in itertools.chain(value.keys(), value.values()):
+            _check_text(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_text(item)
 
 
 def shown(value: Any) -> str:

@@ -67,13 +67,15 @@ def write_tiny(family: str, folder: Path, seed: int = 0, *, tie_word_embeddings:
     """Write a tiny checkpoint of `family` into `folder`: config, weights (float32), tokenizer, chat template, processors.
 
     Raises:
-        ConfigError: the family is unknown, or `folder` is a file.
+        ConfigError: the family is unknown, or `folder` is a file or holds another model.
     """
     if family not in _BUILDERS:
         raise ConfigError(f"tiny: unknown family '{family}': use one of {', '.join(sorted(_BUILDERS))}")
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"tiny: {folder} is a file: name a folder")
+    if _holds_another_model(folder):
+        raise ConfigError(f"tiny: {folder} holds a model that is not a tiny one, which would be replaced: name another folder")
     tokenizer = _train_tokenizer()
     model, processor = _BUILDERS[family](tokenizer, tie_word_embeddings)
     _randomize(model, seed)
@@ -81,6 +83,17 @@ def write_tiny(family: str, folder: Path, seed: int = 0, *, tie_word_embeddings:
     with _no_progress_bars():
         model.save_pretrained(folder)
         processor.save_pretrained(folder)
+
+
+def _holds_another_model(folder: Path) -> bool:
+    """Whether there are weights, or a configuration, that this module did not write."""
+    config = folder / "config.json"
+    if not config.is_file():
+        return any(folder.glob("*.safetensors"))
+    try:
+        return json.loads(config.read_text(encoding="utf-8"))["text_config"]["vocab_size"] != VOCAB_SIZE
+    except (ValueError, KeyError, TypeError):
+        return True
 
 
 @contextmanager

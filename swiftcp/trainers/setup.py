@@ -26,6 +26,8 @@ from swiftcp.trainers.random_weights import initialize
 
 logger = logging.getLogger(__name__)
 
+TOKENIZER_FILES = ("tokenizer.json", "vocab.json")
+
 
 RunConfig = TrainConfig | LogprobsConfig | ParityConfig
 """Every command that builds a model has the keys of model, rows, layout and machine."""
@@ -71,6 +73,8 @@ def load_source(folder: Path) -> Source:
     try:
         hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         family = family_of(hf_config.model_type)
+        if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+            raise ConfigError(f"model {folder} holds no tokenizer ({' or '.join(TOKENIZER_FILES)}): copy the checkpoint's whole folder")
         processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, ConfigError):

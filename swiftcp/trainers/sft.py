@@ -111,7 +111,7 @@ def load_data(config: TrainConfig, mode: Mode, source: Source, mesh: Mesh) -> Da
     """Look at all rows and plan the run. The same on every rank, errors too.
 
     Raises:
-        DataError: rows are bad, or a data set cannot be read.
+        DataError: rows are bad, a data set cannot be read, or nothing of the training rows is trained.
         TrainingError: ranks read different rows.
     """
     encoder = make_encoder(config, mode, source)
@@ -120,6 +120,7 @@ def load_data(config: TrainConfig, mode: Mode, source: Source, mesh: Mesh) -> Da
         validation = open_dataset(config.val_dataset, encoder, config, mesh)
     elif config.split_dataset_ratio:
         training, validation = training.split(config.split_dataset_ratio, config.seed)
+    training.require_trained("dataset")
     plan = StepPlan(
         training.lengths,
         seed=config.seed,

@@ -267,3 +267,10 @@ def test_other_commands_share_the_rules(tmp_path):
     assert (parity.config.mode, parity.config.torch_dtype) == ("pt", "float32")
     with pytest.raises(ConfigError, match=r"2\*CP = 6"):
         validate(resolve(ParityConfig, [*base, "-cp", "3"], environment={}), cpu(3))
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a file system that takes no files")
+def test_an_output_dir_where_nothing_can_be_written_is_refused_also_to_root(tmp_path):
+    given = without(arguments(tmp_path), "--output_dir")
+    with pytest.raises(ConfigError, match="output_dir /proc/swiftcp cannot be made: /proc is no folder that may be written"):
+        validate(resolve(TrainConfig, [*given, "--output_dir", "/proc/swiftcp"], environment={}), ONE_CPU_RANK)

@@ -393,3 +393,11 @@ def _equal(one: Sample, two: Sample) -> bool:
         (one.visual.patches_PD, two.visual.patches_PD),
     ]
     return all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_sft_needs_a_chat_template_and_pt_does_not() -> None:
+    bare = copy.deepcopy(processor())
+    bare.chat_template = bare.tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        RowEncoder(bare, lambda ids, images, videos: ids)
+    assert RowEncoder(bare, lambda ids, images, videos: ids, mode="pt").mode == "pt"

@@ -305,3 +305,14 @@ if __name__ == "__main__":
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.split()) == (0, ["3", "0", "49"]), done.stderr
+
+
+@pytest.mark.parametrize(("fields", "trained"), [({"loss": False}, False), ({"weight": 0}, False), ({"weight": 0.5}, True), ({}, True)])
+def test_rows_of_which_nothing_is_trained_are_refused(tmp_path: Path, fields: dict[str, Any], trained: bool) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **fields}]
+    dataset = load_dataset([write_jsonl(tmp_path / "rows.jsonl", [{"messages": messages}])], encoder())
+    if trained:
+        dataset.require_trained("dataset")
+    else:
+        with pytest.raises(DataError, match="dataset: none of 1 rows has a trained token"):
+            dataset.require_trained("dataset")

@@ -254,3 +254,16 @@ def test_error_is_a_data_error_and_survives_pickling() -> None:
     again = pickle.loads(pickle.dumps(error))
     assert isinstance(again, DataError) and str(again) == str(error) == "data.jsonl:3: reason"
     assert (again.file, again.line, again.reason, again.exit_code) == (FILE, 3, "reason", 2)
+
+
+@pytest.mark.parametrize("place", ["content", "role key", "tools"])
+def test_half_of_a_surrogate_pair_is_no_text(place: str) -> None:
+    raw: dict[str, Any] = {"messages": [user("hello"), assistant("a")]}
+    if place == "content":
+        raw["messages"][1]["content"] = "a \ud83d"
+    elif place == "tools":
+        raw["tools"] = [{"type": "function", "function": {"name": "\ud83d"}}]
+    else:
+        raw["messages"][0]["\ud83d"] = 1
+    assert "lone surrogate U+D83D" in refused(raw)
+    assert turns(parse({"messages": [user("\U0001f600"), assistant("a")]}))[0] == ("user", "\U0001f600")

@@ -166,3 +166,10 @@ def test_folder_that_is_a_file(tmp_path: Path) -> None:
 def test_import_is_light() -> None:
     code = "import sys, swiftcp.models.tiny; assert not {'torch', 'transformers', 'megatron'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_another_model_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 151936}}')
+    with pytest.raises(ConfigError, match="holds a model that is not a tiny one"):
+        write_tiny("qwen3_vl", tmp_path)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]

@@ -18,8 +18,15 @@ def test_source_of_a_checkpoint(tiny_qwen3_vl: Path) -> None:
 
 
 def test_a_folder_without_processor_is_named(tiny_qwen3_vl: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((tiny_qwen3_vl / "config.json").read_bytes())
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((tiny_qwen3_vl / name).read_bytes())
     with pytest.raises(ConfigError, match=f"model {tmp_path} cannot be read"):
+        load_source(tmp_path)
+
+
+def test_a_folder_without_tokenizer_is_named(tiny_qwen3_vl: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_qwen3_vl / "config.json").read_bytes())
+    with pytest.raises(ConfigError, match=f"model {tmp_path} holds no tokenizer"):
         load_source(tmp_path)
 
 
