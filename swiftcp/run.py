@@ -45,7 +45,7 @@ def prepare(
         environment,
         nproc_per_node=config.nproc_per_node,
         num_gpus=0 if config.device == "cpu" else num_gpus,
-        model_parallel_size=config.context_parallel_size,
+        model_parallel_size=config.model_parallel_size,
     )
     machine = Machine(topology.world_size, topology.local_world_size, num_gpus)
     if isinstance(config, BenchConfig):

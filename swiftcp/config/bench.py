@@ -8,10 +8,12 @@ from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from swiftcp.config.checks import BENCH_RULES, Case, Finding, check, round_up
+from swiftcp.config.case import Case, Finding, round_up
+from swiftcp.config.checks import BENCH_RULES, check
 from swiftcp.config.concerns import Concern, FreezeConfig, OptimizerConfig, ParallelConfig, PathText, RecomputeConfig, RuntimeConfig
 from swiftcp.config.defaults import fill_defaults
 from swiftcp.config.facts import Machine, ModelFacts
+from swiftcp.config.layout_checks import describe_layout
 from swiftcp.config.resolved import ResolvedConfig
 
 MARKERS = 2
@@ -80,5 +82,4 @@ def validate_bench(resolved: ResolvedConfig[BenchConfig], machine: Machine, fact
         full = full.with_defaults({"torch_dtype": (dtype, f"device is {full.config.device}")})
     case = Case(full.config, dict(full.origins), machine, facts)
     check((*BENCH_RULES, _sequences), case)
-    groups = f"cp {case.config.context_parallel_size} x dp {case.data_parallel_size}"
-    return replace(full, derived=(f"world {machine.world_size} = {groups}",))
+    return replace(full, derived=(describe_layout(case),))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from math import gcd
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from swiftcp.config.case import Case, Finding, Rule, round_up
 from swiftcp.config.concerns import (
     CheckpointConfig,
     Concern,
@@ -23,47 +22,10 @@ from swiftcp.config.concerns import (
 )
 from swiftcp.config.defaults import fill_defaults
 from swiftcp.config.facts import Machine, ModelFacts, has_transformer_engine, read_model_facts
+from swiftcp.config.layout_checks import LAYOUT_RULES, LAYOUT_WARNINGS, describe_layout
 from swiftcp.config.paths import CHECKPOINTS_FOLDER, INDEX_FILE, MARKER_FILE, WEIGHTS_FILE, missing, split_row_limit
-from swiftcp.config.resolved import Origin, ResolvedConfig
+from swiftcp.config.resolved import ResolvedConfig
 from swiftcp.errors import ConfigError, raise_config_errors
-
-
-@dataclass(frozen=True)
-class Case:
-    """What a rule may look at."""
-
-    config: Any
-    """A config model; a rule first asks for the concerns that not every command has."""
-    origins: dict[str, Origin]
-    machine: Machine
-    facts: ModelFacts | None
-    """None where the model folder cannot be read, which is a problem of its own."""
-
-    def has(self, *concerns: type[Concern]) -> bool:
-        return all(isinstance(self.config, concern) for concern in concerns)
-
-    def given(self, key: str) -> bool:
-        """Whether the user set this key, rather than its default."""
-        return self.origins[key].level != "default"
-
-    @property
-    def two_cp(self) -> int:
-        return 2 * self.config.context_parallel_size
-
-    @property
-    def data_parallel_size(self) -> int | None:
-        """None where the ranks do not divide, which is a problem of its own."""
-        num_groups, rest = divmod(self.machine.world_size, self.config.context_parallel_size)
-        return None if rest else num_groups
-
-
-Finding = tuple[str, str]
-"""The key whose origin is shown, and the message."""
-Rule = Callable[[Case], Iterator[Finding]]
-
-
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _weights(case: Case) -> Iterator[Finding]:
@@ -125,29 +87,6 @@ def _batch(case: Case) -> Iterator[Finding]:
             f"global_batch_size {config.global_batch_size} is no multiple of micro_batch_size {config.micro_batch_size} x "
             f"dp {case.data_parallel_size} = {rows}: set {round_up(config.global_batch_size, rows)}",
         )
-
-
-def _world(case: Case) -> Iterator[Finding]:
-    if case.data_parallel_size is None:
-        world_size, cp = case.machine.world_size, case.config.context_parallel_size
-        yield (
-            "context_parallel_size",
-            f"world {world_size} is no multiple of context_parallel_size {cp}: start {round_up(world_size, cp)} ranks "
-            f"(nproc_per_node), or set context_parallel_size to a divisor of {world_size}",
-        )
-
-
-def _heads(case: Case) -> Iterator[Finding]:
-    if case.config.cp_comm_type != "a2a" or case.facts is None:
-        return
-    cp, divisor = case.config.context_parallel_size, gcd(case.facts.num_attention_heads, case.facts.num_key_value_heads)
-    for name in ("num_attention_heads", "num_key_value_heads"):
-        if (num_heads := getattr(case.facts, name)) % cp:
-            yield (
-                "context_parallel_size",
-                f"{name} {num_heads} of the model is no multiple of context_parallel_size {cp}, as cp_comm_type a2a needs: "
-                f"set cp_comm_type p2p, or context_parallel_size to a divisor of {divisor}",
-            )
 
 
 def _device(case: Case) -> Iterator[Finding]:
@@ -300,11 +239,10 @@ def _resume(case: Case) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     _weights,
     _datasets,
-    _world,
+    *LAYOUT_RULES,
     _alignment,
     _lengths,
     _batch,
-    _heads,
     _device,
     _transformer_engine,
     _duration,
@@ -316,7 +254,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-BENCH_RULES: tuple[Rule, ...] = (_world, _heads, _device, _transformer_engine, _recompute, _trained_parts)
+BENCH_RULES: tuple[Rule, ...] = (*LAYOUT_RULES, _device, _transformer_engine, _recompute, _trained_parts)
 """Those that hold without a model folder and rows."""
 
 
@@ -350,14 +288,14 @@ def _warn_evaluation(case: Case) -> Iterator[Finding]:
                 yield key, f"{key} has no effect without val_dataset or split_dataset_ratio"
 
 
-WARNINGS: tuple[Rule, ...] = (_warn_lengths, _warn_without_effect, _warn_evaluation)
+WARNINGS: tuple[Rule, ...] = (*LAYOUT_WARNINGS, _warn_lengths, _warn_without_effect, _warn_evaluation)
 
 
 def _derived(case: Case) -> Iterator[str]:
     """Lines about what follows from valid values."""
     config, dp = case.config, case.data_parallel_size
     assert dp is not None
-    yield f"world {case.machine.world_size} = cp {config.context_parallel_size} x dp {dp}"
+    yield describe_layout(case)
     if case.has(TrainingConfig):
         unit = f"packs of {config.packing_length} tokens" if config.packing else "rows"
         num_micro_batches = config.global_batch_size // (config.micro_batch_size * dp)

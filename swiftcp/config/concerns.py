@@ -167,12 +167,31 @@ class ParallelConfig(Concern):
 
     panel = "Parallelism"
 
+    tensor_model_parallel_size: PositiveInt = 1
+    """Ranks that share each layer's matrices (tp)."""
+    sequence_parallel: bool = False
+    """Spread the tokens between the matrices over the tensor-parallel ranks too: less memory for activations."""
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Stages that the layers are spread over (pp)."""
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2)] | None = None
+    """Chunks of layers of each stage, interleaved to shorten the waiting at a step's start and end (vpp). None: one."""
+    decoder_first_pipeline_num_layers: PositiveInt | None = None
+    """Layers of the first stage. None: as many as the others."""
+    decoder_last_pipeline_num_layers: PositiveInt | None = None
+    """Layers of the last stage. None: as many as the others."""
     context_parallel_size: PositiveInt = 1
-    """Ranks that share each sequence (cp). The other ranks are data parallel."""
-    cp_comm_type: Literal["p2p", "a2a", "all_gather"] = "p2p"
+    """Ranks that share each sequence (cp). Ranks beyond tp x pp x cp are data parallel."""
+    cp_comm_type: Literal["p2p", "a2a", "all_gather", "a2a+p2p"] = "p2p"
     """How ranks that share a sequence exchange keys and values in Transformer Engine's attention."""
+    hierarchical_context_parallel_sizes: list[PositiveInt] | None = None
+    """With `cp_comm_type` a2a+p2p: ranks of the inner (a2a) and number of the outer (p2p) groups; their product is cp."""
     attention_backend: Literal["auto", "te", "torch"] = "auto"
     """Core attention: `te` is Transformer Engine's (flash or fused, as it sees fit), `torch` runs everywhere, `auto` says what it took."""
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks of one replica of the model: tp x pp x cp."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
 
 class RecomputeConfig(Concern):
@@ -232,7 +251,7 @@ class RuntimeConfig(Concern):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` is cuda where a GPU is found, else cpu."""
     nproc_per_node: PositiveInt | None = None
-    """Ranks on this machine. Default: every GPU, or `context_parallel_size` on a CPU."""
+    """Ranks on this machine. Default: every GPU, or tp x pp x cp on a CPU."""
 
 
 class ModeConfig(Concern):

@@ -34,6 +34,10 @@ class ModelFacts:
     num_attention_heads: int
     num_key_value_heads: int
     num_hidden_layers: int
+    intermediate_size: int
+    """Width of the feed-forward part of a layer."""
+    num_deepstack_levels: int
+    """First layers of the decoder behind which visual features are added."""
     max_position_embeddings: int
     """Longest sequence the model was made for, in tokens."""
     pixels_per_token: int
@@ -84,6 +88,8 @@ def _facts(config: dict, file: Path) -> ModelFacts:
             num_attention_heads=num_attention_heads,
             num_key_value_heads=int(text.get("num_key_value_heads") or num_attention_heads),
             num_hidden_layers=int(text["num_hidden_layers"]),
+            intermediate_size=int(text["intermediate_size"]),
+            num_deepstack_levels=len(vision["deepstack_visual_indexes"]),
             max_position_embeddings=int(text["max_position_embeddings"]),
             pixels_per_token=(int(vision["patch_size"]) * int(vision["spatial_merge_size"])) ** 2,
         )

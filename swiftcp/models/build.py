@@ -33,6 +33,8 @@ def transformer_config(
     on_cpu = mesh.device.type == "cpu"
     return TransformerConfig(
         **family.decoder_config(hf_config),
+        tensor_model_parallel_size=mesh.tp_size,
+        pipeline_model_parallel_size=mesh.pp_size,
         context_parallel_size=mesh.cp_size,
         cp_comm_type=cp_comm_type if backend == "te" and mesh.cp_size > 1 else None,
         params_dtype=dtype,

@@ -1,6 +1,6 @@
 """The mesh of ranks: the only module that touches megatron-core's `parallel_state`; others are handed groups.
 
-Axes, fastest first: context parallel (cp), data parallel (dp).
+Axes, fastest first: tensor parallel (tp), context parallel (cp), data parallel (dp), pipeline parallel (pp).
 """
 
 from __future__ import annotations
@@ -23,10 +23,20 @@ class Mesh:
     device: torch.device
     rank: int
     world_size: int
+    tp_size: int
+    tp_rank: int
+    pp_size: int
+    pp_rank: int
+    num_chunks: int
+    """Model chunks of this rank's pipeline stage (virtual pipeline); 1 without."""
     cp_size: int
     cp_rank: int
     dp_size: int
     dp_rank: int
+    tp_group: dist.ProcessGroup
+    """Ranks that share each layer's matrices, and read the same micro-batches."""
+    pp_group: dist.ProcessGroup
+    """The stages of one replica, first to last."""
     cp_group: dist.ProcessGroup
     dp_group: dist.ProcessGroup
     """Ranks with the same part of other packs."""
@@ -34,7 +44,16 @@ class Mesh:
     """Every rank that contributes to one gradient."""
 
     def describe(self) -> str:
-        return f"world {self.world_size} = cp {self.cp_size} x dp {self.dp_size}"
+        sizes = f"tp {self.tp_size} x pp {self.pp_size} x cp {self.cp_size} x dp {self.dp_size}"
+        return f"world {self.world_size} = {sizes}"
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.pp_rank == self.pp_size - 1
 
 
 def context_parallel_size() -> int:
@@ -76,29 +95,52 @@ def start_process_group(device: torch.device, timeout_minutes: float = 30) -> No
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
 
-def build_mesh(device: torch.device, *, context_parallel_size: int = 1) -> Mesh:
+def build_mesh(
+    device: torch.device,
+    *,
+    tensor_model_parallel_size: int = 1,
+    pipeline_model_parallel_size: int = 1,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    context_parallel_size: int = 1,
+    hierarchical_context_parallel_sizes: list[int] | None = None,
+) -> Mesh:
     """Lay the ranks out; the process group must exist. A mesh built before is taken down.
 
     Raises:
-        ConfigError: the number of ranks is no multiple of the context-parallel size.
+        ConfigError: the number of ranks is no multiple of the product of the sizes.
     """
     world_size = dist.get_world_size()
-    if world_size % context_parallel_size:
+    replica = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
+    if world_size % replica:
         raise ConfigError(
-            f"{world_size} ranks do not divide into context-parallel groups of {context_parallel_size}: "
-            f"start a multiple of context_parallel_size {context_parallel_size} ranks"
+            f"{world_size} ranks do not divide into replicas of tp {tensor_model_parallel_size} x pp {pipeline_model_parallel_size} x "
+            f"cp {context_parallel_size} = {replica}: start a multiple of {replica} ranks"
         )
     if parallel_state.is_initialized():
         parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(context_parallel_size=context_parallel_size, create_gloo_process_groups=False)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        context_parallel_size=context_parallel_size,
+        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+        create_gloo_process_groups=False,
+    )
     return Mesh(
         device=device,
         rank=dist.get_rank(),
         world_size=world_size,
+        tp_size=tensor_model_parallel_size,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        pp_size=pipeline_model_parallel_size,
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        num_chunks=virtual_pipeline_model_parallel_size or 1,
         cp_size=context_parallel_size,
         cp_rank=parallel_state.get_context_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        tp_group=parallel_state.get_tensor_model_parallel_group(),
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
         cp_group=parallel_state.get_context_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),

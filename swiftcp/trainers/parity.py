@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from swiftcp.config.concerns import ParallelConfig
 from swiftcp.errors import TrainingError
 from swiftcp.launch import launch_local
 
@@ -121,10 +122,10 @@ def _print(checks: Sequence[Check], title: str) -> None:
 
 def _stages(config: ParityConfig) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """(name, ranks, keys that differ from the user's) of each run."""
-    one_at_a_time = {"context_parallel_size": 1, "packing": False, "micro_batch_size": 1}
+    one_at_a_time = ParallelConfig(attention_backend=config.attention_backend).model_dump() | {"packing": False, "micro_batch_size": 1}
     yield "transformers", 1, one_at_a_time
     yield "one rank", 1, one_at_a_time
-    yield "layout", config.nproc_per_node or config.context_parallel_size, {}
+    yield "layout", config.nproc_per_node or config.model_parallel_size, {}
 
 
 def _in_new_processes(task: dict[str, Any], num_ranks: int) -> int:

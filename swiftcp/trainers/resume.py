@@ -22,8 +22,15 @@ logger = logging.getLogger(__name__)
 NEUTRAL_KEYS = frozenset(
     {
         # layout and machine
+        "tensor_model_parallel_size",
+        "sequence_parallel",
+        "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
         "context_parallel_size",
         "cp_comm_type",
+        "hierarchical_context_parallel_sizes",
         "attention_backend",
         "micro_batch_size",
         "device",

@@ -49,13 +49,20 @@ def start_ranks(config: RunConfig | BenchConfig) -> Mesh:
     """Device, process group, mesh and seeds of this rank. What follows must run inside `cpu_shim.cpu_mode()`.
 
     Raises:
-        ConfigError: no such device, or the ranks do not divide by the context-parallel size.
+        ConfigError: no such device, or the ranks do not divide into replicas of the model.
     """
     device = select_device(config.device)
     if device.type == "cpu":
         cpu_shim.install()
     start_process_group(device)
-    mesh = build_mesh(device, context_parallel_size=config.context_parallel_size)
+    mesh = build_mesh(
+        device,
+        tensor_model_parallel_size=config.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
+        context_parallel_size=config.context_parallel_size,
+        hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
+    )
     torch.manual_seed(config.seed)
     with cpu_shim.cpu_mode():
         tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)

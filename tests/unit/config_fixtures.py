@@ -14,8 +14,9 @@ ONE_CPU_RANK = Machine(world_size=1, local_world_size=1, num_gpus=0)
 def write_model(folder: Path, **text_config: Any) -> Path:
     """A folder with the config.json of a small Qwen3-VL and an empty weights file."""
     folder.mkdir(parents=True)
-    sizes = dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, max_position_embeddings=4096) | text_config
-    vision = dict(patch_size=16, spatial_merge_size=2)
+    sizes = dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=4, intermediate_size=128, max_position_embeddings=4096)
+    sizes |= text_config
+    vision = dict(patch_size=16, spatial_merge_size=2, deepstack_visual_indexes=[0, 1])
     config = dict(model_type="qwen3_vl", text_config=sizes, vision_config=vision)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "model.safetensors").touch()
