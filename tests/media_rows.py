@@ -13,7 +13,7 @@ from PIL import Image
 WIDTH, HEIGHT, NUM_FRAMES, FRAMES_PER_SECOND = 96, 64, 24, 8
 
 
-def _write_video(path: Path) -> None:
+def write_video(path: Path) -> None:
     """A bar that grows from the left while it changes its colour."""
     with av.open(str(path), "w") as container:
         stream = container.add_stream("mpeg4", rate=FRAMES_PER_SECOND)
@@ -37,7 +37,7 @@ def write_media_rows(folder: Path) -> Path:
     Image.fromarray(data.astronaut()[:128, :160]).save(folder / "astronaut.png")
     Image.fromarray(data.coffee()[:96, :96]).save(folder / "coffee.png")
     Image.fromarray(data.chelsea()[:64, :200]).save(folder / "cat.jpg")
-    _write_video(folder / "bar.mp4")
+    write_video(folder / "bar.mp4")
     rows = [
         _conversation("Say hello to the reader of this file.", "Hello, reader. How are you?"),
         _conversation("<image>Who is this?", "A woman in a suit.", images=["astronaut.png"]),

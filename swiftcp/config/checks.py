@@ -121,6 +121,20 @@ def _transformer_engine(case: Case) -> Iterator[Finding]:
             yield "recompute_modules", f"recompute_modules layernorm needs Transformer Engine, but {problem}: leave layernorm out"
 
 
+def _optimizer_state(case: Case) -> Iterator[Finding]:
+    if not case.has(OptimizerConfig):
+        return
+    config = case.config
+    if config.use_precision_aware_optimizer and not config.use_distributed_optimizer:
+        yield (
+            "use_precision_aware_optimizer",
+            "use_precision_aware_optimizer needs use_distributed_optimizer: set that true (CUDA), or this false",
+        )
+    for key in ("exp_avg_dtype", "exp_avg_sq_dtype"):
+        if (dtype := getattr(config, key)) != "fp32" and not config.use_precision_aware_optimizer:
+            yield key, f"{key} {dtype} needs use_precision_aware_optimizer: set that true, or {key} fp32"
+
+
 def _duration(case: Case) -> Iterator[Finding]:
     if not case.has(TrainingConfig, OptimizerConfig):
         return
@@ -245,6 +259,7 @@ RULES: tuple[Rule, ...] = (
     _batch,
     _device,
     _transformer_engine,
+    _optimizer_state,
     _duration,
     _recompute,
     _media,
@@ -254,7 +269,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-BENCH_RULES: tuple[Rule, ...] = (*LAYOUT_RULES, _device, _transformer_engine, _recompute, _trained_parts)
+BENCH_RULES: tuple[Rule, ...] = (*LAYOUT_RULES, _device, _transformer_engine, _optimizer_state, _recompute, _trained_parts)
 """Those that hold without a model folder and rows."""
 
 

@@ -19,6 +19,8 @@ def _path_text(value: object) -> object:
 
 PathText = Annotated[str, BeforeValidator(_path_text)]
 TrainingMode = Literal["sft", "pt"]
+StateType = Literal["fp32", "bf16", "fp16", "fp8"]
+"""Number format of the optimizer's state."""
 
 
 class Concern(BaseModel):
@@ -160,6 +162,12 @@ class OptimizerConfig(Concern):
     """Largest norm of the whole gradient; 0: no clipping."""
     use_distributed_optimizer: bool | None = None
     """Spread the optimizer's state over the data-parallel ranks. Default: true on CUDA with Transformer Engine."""
+    use_precision_aware_optimizer: bool = False
+    """Keep of each float32 master weight what its bfloat16 weight lacks (nothing is lost), and the moments in the types given below."""
+    exp_avg_dtype: StateType = "fp32"
+    """Number format of the gradient's running mean, with `use_precision_aware_optimizer`: fp32, bf16, fp16 or fp8."""
+    exp_avg_sq_dtype: StateType = "fp32"
+    """Number format of the squared gradient's running mean, with `use_precision_aware_optimizer`: fp32, bf16, fp16 or fp8."""
 
 
 class ParallelConfig(Concern):

@@ -54,6 +54,10 @@ def wrap_model(model: MultimodalGPTModel, mesh: Mesh, *, use_distributed_optimiz
     return ddp
 
 
+STATE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
+"""megatron-core's types of the optimizer's state; eight-bit floats are stored as bytes."""
+
+
 def build_optimizer(ddp: DistributedDataParallel, config: TrainConfig | BenchConfig) -> MegatronOptimizer:
     """AdamW; as usual in megatron-core, biases and norms (one dim) do not decay. bfloat16 weights have float32 masters."""
     settings = MegatronOptimizerConfig(
@@ -68,6 +72,9 @@ def build_optimizer(ddp: DistributedDataParallel, config: TrainConfig | BenchCon
         bf16=config.torch_dtype == "bfloat16",
         params_dtype=getattr(torch, str(config.torch_dtype)),
         use_distributed_optimizer=bool(config.use_distributed_optimizer),
+        use_precision_aware_optimizer=config.use_precision_aware_optimizer,
+        exp_avg_dtype=STATE_TYPES[config.exp_avg_dtype],
+        exp_avg_sq_dtype=STATE_TYPES[config.exp_avg_sq_dtype],
     )
     optimizer = get_megatron_optimizer(settings, [ddp], use_gloo_process_groups=False)
     ddp.config.grad_scale_func = optimizer.scale_loss

@@ -167,7 +167,12 @@ def optimizer_step(runner: Runner, optimizer: Any, scheduler: Any) -> float:
             logger.warning("gradient norm %s: step skipped; first parameter that is not finite: %s", grad_norm, bad_gradient)
         return grad_norm
     if optimizer.config.clip_grad > 0:
-        clip_grad_by_total_norm_fp32(optimizer.get_parameters(), optimizer.config.clip_grad, grad_norm)
+        clip_grad_by_total_norm_fp32(
+            optimizer.get_parameters(),
+            optimizer.config.clip_grad,
+            grad_norm,
+            use_decoupled_grad=optimizer.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+        )
     optimizer.step_with_ready_grads()
     scheduler.step(1)
     return grad_norm

@@ -15,6 +15,13 @@ RECIPES = {
     "distributed_optimizer": {**CUDA, "use_distributed_optimizer": True},
     "plain_optimizer": {**CUDA, "use_distributed_optimizer": False},
     "distributed_optimizer_frozen_tower": {**CUDA, "use_distributed_optimizer": True, "freeze_vit": True},
+    "small_moments": {
+        **CUDA,
+        "use_distributed_optimizer": True,
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": "bf16",
+        "exp_avg_sq_dtype": "bf16",
+    },
     "torch_attention": {**CUDA, "use_distributed_optimizer": True, "attention_backend": "torch"},
 }
 

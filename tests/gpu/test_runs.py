@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from swiftcp.parallel.engine import transformer_engine_problem
+from tests.media_rows import write_video
 from tests.training_rows import write_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -39,10 +40,20 @@ def logprobs(values: dict[str, Any]) -> torch.Tensor:
     return torch.tensor([value for row in rows for value in row["logprobs"][1:]])
 
 
+def write_rows_with_videos(folder: Path) -> Path:
+    """16 conversations with and without pictures, and 2 about a video file."""
+    file = write_rows(folder, 16)
+    write_video(folder / "bar.mp4")
+    messages = [{"role": "user", "content": "<video>What grows?"}, {"role": "assistant", "content": "A bar."}]
+    with file.open("a") as lines:
+        lines.write(2 * (json.dumps({"messages": messages, "videos": ["bar.mp4"]}) + "\n"))
+    return file
+
+
 @pytest.mark.parametrize("backend", ["torch", pytest.param("te", marks=needs_engine)])
 @pytest.mark.parametrize("packing", [True, False])
 def test_train_resume_export_and_score(tiny_qwen3_vl: Path, tmp_path: Path, backend: str, packing: bool) -> None:
-    rows = write_rows(tmp_path / "rows", 16)
+    rows = write_rows_with_videos(tmp_path / "rows")
     common = {
         "model": str(tiny_qwen3_vl),
         "dataset": [str(rows)],

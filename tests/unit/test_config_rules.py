@@ -274,3 +274,8 @@ def test_an_output_dir_where_nothing_can_be_written_is_refused_also_to_root(tmp_
     given = without(arguments(tmp_path), "--output_dir")
     with pytest.raises(ConfigError, match="output_dir /proc/swiftcp cannot be made: /proc is no folder that may be written"):
         validate(resolve(TrainConfig, [*given, "--output_dir", "/proc/swiftcp"], environment={}), ONE_CPU_RANK)
+
+
+def test_small_moments_need_the_optimizer_that_has_them(tmp_path):
+    assert "use_precision_aware_optimizer needs use_distributed_optimizer" in error_of(tmp_path, "--use_precision_aware_optimizer", "true")
+    assert "exp_avg_dtype bf16 needs use_precision_aware_optimizer" in error_of(tmp_path, "--exp_avg_dtype", "bf16")
