@@ -14,14 +14,28 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from swiftcp import __version__
 from swiftcp.config.keys import Key, keys_of
 from swiftcp.errors import PreemptedError, SwiftcpError
 from swiftcp.run import CONFIG_CLASSES, Command, run
 
+OTHER_NAMES = {"train": "sft", "finetune": "sft", "fine-tune": "sft", "pretrain": "pt", "benchmark": "bench"}
+"""Commands of other tools, with ours."""
+
+
+class _Commands(TyperGroup):
+    """Suggests what a name means elsewhere, before names that are spelt alike."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and (ours := OTHER_NAMES.get(args[0].lower())):
+            ctx.fail(f"No such command '{args[0]}'. Did you mean '{ours}'?")
+        return super().resolve_command(ctx, args)
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Fine-tune multimodal Qwen models under context parallelism, with the same result in every layout.",
     add_completion=False,
     no_args_is_help=True,

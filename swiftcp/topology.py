@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from swiftcp.config.wording import counted
 from swiftcp.errors import ConfigError
 from swiftcp.launch import LOOPBACK, rank_variables
 
@@ -50,7 +51,7 @@ class Topology:
 
     def describe(self) -> str:
         meeting_point = f", meeting at {self.master_addr}:{self.master_port}" if self.master_port else ""
-        return f"ranks from {self.source}: {self.num_nodes} nodes x {self.local_world_size}{meeting_point}"
+        return f"ranks from {self.source}: {counted(self.num_nodes, 'node')} x {self.local_world_size}{meeting_point}"
 
 
 def _integer(environment: Mapping[str, str], name: str) -> int | None:

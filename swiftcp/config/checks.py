@@ -20,11 +20,12 @@ from swiftcp.config.concerns import (
     TrainingConfig,
     ValidationDataConfig,
 )
-from swiftcp.config.defaults import fill_defaults
-from swiftcp.config.facts import Machine, ModelFacts, has_transformer_engine, read_model_facts
+from swiftcp.config.defaults import MISSING_TENSORBOARD, PART_RATES, fill_defaults
+from swiftcp.config.facts import Machine, ModelFacts, has_tensorboard, has_transformer_engine, read_model_facts
 from swiftcp.config.layout_checks import LAYOUT_RULES, LAYOUT_WARNINGS, describe_layout
 from swiftcp.config.paths import CHECKPOINTS_FOLDER, INDEX_FILE, MARKER_FILE, WEIGHTS_FILE, missing, split_row_limit
 from swiftcp.config.resolved import ResolvedConfig
+from swiftcp.config.wording import counted
 from swiftcp.errors import ConfigError, raise_config_errors
 
 
@@ -156,8 +157,10 @@ def _duration(case: Case) -> Iterator[Finding]:
             f"lr_warmup_iters {config.lr_warmup_iters} is not less than train_iters {config.train_iters}: "
             f"set it to {config.train_iters - 1} or less",
         )
-    if config.min_lr > config.lr:
-        yield "min_lr", f"min_lr {config.min_lr} is above lr {config.lr}: set it to at most that"
+    for key in ("lr", *PART_RATES):
+        if config.min_lr > (peak := getattr(config, key)):
+            yield "min_lr", f"min_lr {config.min_lr} is above {key} {peak}: set it to at most that"
+            return
 
 
 def _recompute(case: Case) -> Iterator[Finding]:
@@ -197,6 +200,16 @@ def _media(case: Case) -> Iterator[Finding]:
 def _trained_parts(case: Case) -> Iterator[Finding]:
     if case.has(FreezeConfig) and case.config.freeze_llm and case.config.freeze_vit and case.config.freeze_aligner:
         yield "freeze_llm", "freeze_llm, freeze_vit and freeze_aligner are all true, so nothing would be trained: set one to false"
+
+
+def _trackers(case: Case) -> Iterator[Finding]:
+    if not case.has(LoggingConfig):
+        return
+    report_to = case.config.report_to
+    if "none" in report_to and len(set(report_to)) > 1:
+        yield "report_to", f"report_to {' '.join(report_to)}: none stands alone: leave it out"
+    if "tensorboard" in report_to and not has_tensorboard():
+        yield "report_to", f"report_to tensorboard, but {MISSING_TENSORBOARD}: install it, or set none"
 
 
 def _writable(key: str, path: Path) -> Iterator[Finding]:
@@ -264,6 +277,7 @@ RULES: tuple[Rule, ...] = (
     _recompute,
     _media,
     _trained_parts,
+    _trackers,
     _outputs,
     _resume,
 )
@@ -289,6 +303,15 @@ def _warn_without_effect(case: Case) -> Iterator[Finding]:
         yield "recompute_modules", f"recompute_modules has no effect with recompute_granularity {granularity}"
     if case.has(OptimizerConfig) and config.lr_decay_style == "constant" and config.min_lr:
         yield "min_lr", f"min_lr {config.min_lr} has no effect with lr_decay_style constant"
+    if case.has(OptimizerConfig, FreezeConfig):
+        for key, frozen in PART_RATES.items():
+            if case.given(key) and getattr(config, frozen):
+                yield key, f"{key} {getattr(config, key)} has no effect with {frozen} true"
+
+
+def _warn_trackers(case: Case) -> Iterator[Finding]:
+    if case.has(LoggingConfig) and not case.given("report_to") and not has_tensorboard():
+        yield "report_to", f"no TensorBoard events are written: {MISSING_TENSORBOARD}; report_to none silences this"
 
 
 def _warn_evaluation(case: Case) -> Iterator[Finding]:
@@ -303,7 +326,7 @@ def _warn_evaluation(case: Case) -> Iterator[Finding]:
                 yield key, f"{key} has no effect without val_dataset or split_dataset_ratio"
 
 
-WARNINGS: tuple[Rule, ...] = (*LAYOUT_WARNINGS, _warn_lengths, _warn_without_effect, _warn_evaluation)
+WARNINGS: tuple[Rule, ...] = (*LAYOUT_WARNINGS, _warn_lengths, _warn_without_effect, _warn_trackers, _warn_evaluation)
 
 
 def _derived(case: Case) -> Iterator[str]:
@@ -312,11 +335,12 @@ def _derived(case: Case) -> Iterator[str]:
     assert dp is not None
     yield describe_layout(case)
     if case.has(TrainingConfig):
-        unit = f"packs of {config.packing_length} tokens" if config.packing else "rows"
+        batch = counted(config.global_batch_size, "pack" if config.packing else "row")
+        unit = f"{batch} of {counted(config.packing_length, 'token')}" if config.packing else batch
         num_micro_batches = config.global_batch_size // (config.micro_batch_size * dp)
         yield (
-            f"step: {config.global_batch_size} {unit} = micro_batch_size {config.micro_batch_size} x dp {dp} x "
-            f"{num_micro_batches} micro-batches of each rank"
+            f"step: {unit} = micro_batch_size {config.micro_batch_size} x dp {dp} x "
+            f"{counted(num_micro_batches, 'micro-batch')} of each rank"
         )
 
 

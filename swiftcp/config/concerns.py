@@ -142,6 +142,10 @@ class OptimizerConfig(Concern):
 
     lr: PositiveFloat = 1e-5
     """Peak learning rate."""
+    vit_lr: PositiveFloat | None = None
+    """Peak learning rate of the vision tower. Default: `lr`."""
+    aligner_lr: PositiveFloat | None = None
+    """Peak learning rate of the mergers between tower and language model. Default: `lr`."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
     lr_decay_style: Literal["cosine", "linear", "constant"] = "cosine"
@@ -151,7 +155,7 @@ class OptimizerConfig(Concern):
     lr_warmup_iters: NonNegativeInt = 0
     """Steps in which the learning rate rises linearly from 0."""
     weight_decay: NonNegativeFloat = 0.1
-    """Decoupled weight decay, relative to the learning rate."""
+    """Decoupled weight decay, relative to the learning rate; biases and norms do not decay."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the gradient's running mean, per step."""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
@@ -243,6 +247,8 @@ class LoggingConfig(Concern):
 
     logging_steps: PositiveInt = 1
     """Optimizer steps between two lines of the log (Megatron-SWIFT's default is 5)."""
+    report_to: list[Literal["tensorboard", "none"]] | None = None
+    """Where the log goes beside logging.jsonl: `tensorboard` writes output_dir/runs. Default: tensorboard, where it is installed."""
     eval_steps: PositiveInt | None = None
     """Optimizer steps between two evaluations. Default: `save_steps`."""
     eval_iters: int = Field(-1, ge=-1)

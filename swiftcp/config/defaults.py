@@ -18,9 +18,12 @@ from swiftcp.config.concerns import (
     RuntimeConfig,
     TrainingConfig,
 )
-from swiftcp.config.facts import Machine, ModelFacts, has_transformer_engine
+from swiftcp.config.facts import Machine, ModelFacts, has_tensorboard, has_transformer_engine
 from swiftcp.config.resolved import ResolvedConfig
 
+PART_RATES = {"vit_lr": "freeze_vit", "aligner_lr": "freeze_aligner"}
+"""Learning rates of parts, each with the key that freezes the part."""
+MISSING_TENSORBOARD = "tensorboard is not installed (pip install 'swiftcp[trackers]')"
 _MOST_WORKERS = 4
 Default = tuple[str, object, str]
 """Key, value, and why."""
@@ -69,6 +72,10 @@ def _num_workers(config: Concern, machine: Machine) -> Iterator[Default]:
 def _training(config: Concern) -> Iterator[Default]:
     if isinstance(config, TrainingConfig) and config.num_train_epochs is None and config.train_iters is None:
         yield "num_train_epochs", 1, "train_iters is not given"
+    if isinstance(config, OptimizerConfig):
+        yield from ((key, config.lr, "lr") for key in PART_RATES if getattr(config, key) is None)
+    if isinstance(config, LoggingConfig) and config.report_to is None:
+        yield "report_to", *((["tensorboard"], "tensorboard is installed") if has_tensorboard() else (["none"], MISSING_TENSORBOARD))
     if isinstance(config, LoggingConfig) and isinstance(config, CheckpointConfig) and config.eval_steps is None:
         yield "eval_steps", config.save_steps, "save_steps"
     if isinstance(config, CheckpointConfig) and isinstance(config, ModelConfig) and config.output_dir is None:

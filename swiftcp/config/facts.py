@@ -102,6 +102,11 @@ def has_transformer_engine() -> bool:
     return importlib.util.find_spec("transformer_engine") is not None
 
 
+def has_tensorboard() -> bool:
+    """Whether it is installed."""
+    return importlib.util.find_spec("tensorboard") is not None
+
+
 def pixels_per_token(folder: str | None) -> int:
     """Pixels of an image that become one token; Qwen3-VL's number where the folder does not tell (validation says what is wrong)."""
     try:

@@ -28,9 +28,16 @@ VALUE_ADVICE: dict[tuple[str, str], str] = {
     ("truncation_strategy", "left"): "not supported yet, for it cuts media: set delete, or a larger max_length",
     ("truncation_strategy", "right"): "not supported yet, for it cuts media: set delete, or a larger max_length",
     ("truncation_strategy", "split"): "not supported yet, for it cuts media: set delete, or a larger max_length",
+    ("report_to", "wandb"): "not supported yet: set tensorboard or none",
+    ("report_to", "swanlab"): "not supported yet: set tensorboard or none",
+    ("report_to", "all"): "set tensorboard or none",
     ("torch_dtype", "float16"): "float16 is not supported: set bfloat16",
     ("lr_decay_style", "constant_with_warmup"): "set constant, and lr_warmup_iters",
 }
+
+
+RIVALS = (("train_iters", "num_train_epochs"), ("lr_warmup_iters", "lr_warmup_fraction"))
+"""Keys that say the same thing in two ways: the one of the higher level wins. On one level both are an error, as a rule says later."""
 
 
 class _GivenError(Exception):
@@ -117,6 +124,19 @@ def _coerce[C: Concern](config_class: type[C], chosen: Mapping[str, Given], keys
         return None
 
 
+def _drop_overruled(chosen: dict[str, Given], recipe: Mapping[str, Given]) -> dict[str, Origin]:
+    """Take out keys of the recipe whose rival stands above it. Returns the origin of what takes their place."""
+    overruled = {}
+    for one, other in (*RIVALS, *((b, a) for a, b in RIVALS)):
+        winner, loser = chosen.get(one), chosen.get(other)
+        if winner is None or winner.value is None or loser is None:
+            continue
+        if loser is recipe.get(other) and winner is not recipe.get(one):
+            del chosen[other]
+            overruled[other] = Origin("default", f"{one} of the {winner.origin.level} wins over {loser.origin}")
+    return overruled
+
+
 def _pixels_per_token(*levels: Mapping[str, Given]) -> Callable[[], int]:
     model = next((level["model"].value for level in levels if "model" in level), None)
     return lambda: pixels_per_token(model if isinstance(model, str) else None)
@@ -147,8 +167,9 @@ def resolve[C: Concern](
     command_line = _by_key(typed, keys, problems)
     from_environment = read_environment(environment, keys, _pixels_per_token(command_line, recipe))
     chosen = recipe | _by_key(from_environment, keys, problems) | command_line
+    overruled = _drop_overruled(chosen, recipe)
     config = _coerce(config_class, chosen, keys, problems)
     raise_config_errors(problems)
     assert config is not None
-    origins = {name: chosen[name].origin if name in chosen else Origin("default") for name in keys}
+    origins = {name: chosen[name].origin if name in chosen else overruled.get(name, Origin("default")) for name in keys}
     return ResolvedConfig(config, origins, tuple(environment_warnings(environment, keys)))

@@ -30,6 +30,10 @@ MediaSource = str | bytes
 """A path (relative to the data file), a `file://`, `http(s)://` or `data:` URI, or a file's bytes."""
 
 
+MAX_WEIGHT = 1_000_000
+"""Of a message: beyond, it is a slip, and float32 sums would lose every other token."""
+
+
 class RowError(DataError):
     """A row that cannot be used. `kind` is the sort of reason, for counts: "row", "media" or "length"."""
 
@@ -186,8 +190,8 @@ def _parse_weight(item: Mapping[str, Any], position: int) -> float:
     weight = item.get("weight")
     if weight is None:
         return 1.0
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < float("inf"):
-        raise DataError(f"message {position} has the weight {shown(weight)}: it must be a number from 0 on")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= MAX_WEIGHT:
+        raise DataError(f"message {position} has the weight {shown(weight)}: it must be a number from 0 to {MAX_WEIGHT:,}")
     return float(weight)
 
 

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
 from swiftcp.errors import ConfigError
-from swiftcp.models.family import Family
+from swiftcp.models.family import Family, part_of
 from swiftcp.models.mm_gpt_model import MultimodalGPTModel
 from swiftcp.parallel.layer_specs import Backend, decoder_spec
 from swiftcp.parallel.mesh import Mesh
@@ -96,8 +96,8 @@ def freeze(model: MultimodalGPTModel, family: Family, *, llm: bool, vit: bool, a
     Raises:
         ConfigError: nothing is left to train.
     """
+    frozen = {"llm": llm, "vit": vit, "aligner": aligner}
     for name, parameter in model.named_parameters():
-        frozen = aligner if name.startswith(family.aligner_prefixes) else vit if name.startswith("visual.") else llm
-        parameter.requires_grad_(not frozen)
+        parameter.requires_grad_(not frozen[part_of(name, family)])
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError("freeze_llm, freeze_vit and freeze_aligner are all true, so nothing would be trained: set one to false")

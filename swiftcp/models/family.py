@@ -5,7 +5,7 @@ Adding a family is a folder under `swiftcp/models/`, a line in `registry.py`, a 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,3 +61,10 @@ class Family(Protocol):
     def name_table(self, hf_config: Any) -> NameTable:
         """How the names of the checkpoint's tensors pair with the model's."""
         ...
+
+
+def part_of(name: str, family: Family) -> Literal["llm", "vit", "aligner"]:
+    """Which part of the bare model a parameter belongs to, as the keys `freeze_*` and `*_lr` count them."""
+    if name.startswith(family.aligner_prefixes):
+        return "aligner"
+    return "vit" if name.startswith("visual.") else "llm"

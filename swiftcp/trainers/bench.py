@@ -133,7 +133,7 @@ def build(config: BenchConfig, mesh: Mesh) -> Bench:
     timer = PartTimer(mesh.device)
     timer.attach(model)
     ddp = wrap_model(model, mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
-    optimizer = build_optimizer(ddp, config)
+    optimizer = build_optimizer(ddp, config, family)
     seeds = [config.seed + 1000 * mesh.dp_rank + number for number in range(NUM_PACKS)]
     sizes = config.num_tokens, config.num_sequences, config.num_images, config.image_tokens
     packs = [random_pack(*sizes, family=family, hf_config=hf_config, geometry=geometry, seed=seed) for seed in seeds]

@@ -17,6 +17,7 @@ from swiftcp.checkpoint.durable import write_text
 from swiftcp.parallel.mesh import Mesh
 from swiftcp.trainers.flops import peak_tflops
 from swiftcp.trainers.step import Totals
+from swiftcp.trainers.trackers import TensorBoard
 
 LOG_FILE = "logging.jsonl"
 
@@ -95,9 +96,12 @@ class LogRecord:
     skipped_steps: int | None = None
     """Steps so far whose gradient was not finite."""
 
+    def values(self) -> dict[str, float]:
+        """Those that are there, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
     def to_json(self) -> str:
-        values = {name: value for name, value in asdict(self).items() if value is not None}
-        finite = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in self.values().items()}
         return json.dumps(finite)
 
     def to_line(self) -> str:
@@ -139,11 +143,12 @@ def utilisation(totals: Totals, seconds: float, mesh: Mesh) -> dict[str, Any]:
 
 
 class RunLog:
-    """Appends to `logging.jsonl` and prints. On other ranks it does nothing."""
+    """Appends to `logging.jsonl`, prints, and tells the tracker. On other ranks it does nothing."""
 
-    def __init__(self, output_dir: Path, *, writes: bool) -> None:
+    def __init__(self, output_dir: Path, *, writes: bool, tracker: TensorBoard | None = None) -> None:
         self._file = output_dir / LOG_FILE
         self._writes = writes
+        self._tracker = tracker
 
     def forget_after(self, iteration: int) -> None:
         """Drop what was logged of steps that are about to be done again."""
@@ -159,6 +164,12 @@ class RunLog:
         with self._file.open("a", encoding="utf-8") as file:
             file.write(record.to_json() + "\n")
         print(record.to_line(), flush=True)
+        if self._tracker is not None:
+            self._tracker.write(record.values(), record.iteration)
+
+    def close(self) -> None:
+        if self._tracker is not None:
+            self._tracker.close()
 
 
 def _iteration(line: str) -> int | None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
 
 from swiftcp.config.bench import BenchConfig
 from swiftcp.config.concerns import TrainConfig
 from swiftcp.errors import ConfigError
+from swiftcp.models.family import Family, part_of
 from swiftcp.models.mm_gpt_model import MultimodalGPTModel
 from swiftcp.parallel.engine import transformer_engine_problem
 from swiftcp.parallel.mesh import Mesh
@@ -58,8 +60,22 @@ STATE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.floa
 """megatron-core's types of the optimizer's state; eight-bit floats are stored as bytes."""
 
 
-def build_optimizer(ddp: DistributedDataParallel, config: TrainConfig | BenchConfig) -> MegatronOptimizer:
-    """AdamW; as usual in megatron-core, biases and norms (one dim) do not decay. bfloat16 weights have float32 masters."""
+def _part_rates(config: TrainConfig | BenchConfig, family: Family) -> dict[ParamKey, ParamGroupOverride]:
+    """Peak learning rates of the parts that have their own. A part whose rate is `lr` shares the groups of the language model."""
+
+    def key(part: str) -> ParamKey:
+        predicate = ParamWithNamePredicate(part, lambda _, name: part_of(name.removeprefix("module."), family) == part)
+        return ParamKey(with_name_predicate=predicate)
+
+    rates = {"vit": config.vit_lr, "aligner": config.aligner_lr}
+    return {key(part): ParamGroupOverride(max_lr=lr) for part, lr in rates.items() if lr is not None and lr != config.lr}
+
+
+def build_optimizer(ddp: DistributedDataParallel, config: TrainConfig | BenchConfig, family: Family) -> MegatronOptimizer:
+    """AdamW, in groups of parameters by peak learning rate and decay. bfloat16 weights have float32 masters.
+
+    As usual in megatron-core, biases and whatever has one dim (norms) do not decay.
+    """
     settings = MegatronOptimizerConfig(
         optimizer="adam",
         lr=config.lr,
@@ -76,7 +92,8 @@ def build_optimizer(ddp: DistributedDataParallel, config: TrainConfig | BenchCon
         exp_avg_dtype=STATE_TYPES[config.exp_avg_dtype],
         exp_avg_sq_dtype=STATE_TYPES[config.exp_avg_sq_dtype],
     )
-    optimizer = get_megatron_optimizer(settings, [ddp], use_gloo_process_groups=False)
+    overrides = get_standard_config_overrides(settings) | _part_rates(config, family)
+    optimizer = get_megatron_optimizer(settings, [ddp], config_overrides=overrides, use_gloo_process_groups=False)
     ddp.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 
@@ -88,7 +105,10 @@ def warmup_iters(config: TrainConfig | BenchConfig, train_iters: int) -> int:
 
 
 def build_scheduler(optimizer: MegatronOptimizer, config: TrainConfig | BenchConfig, train_iters: int) -> OptimizerParamScheduler:
-    """Linear warm-up from 0, then the decay, which reaches `min_lr` after `train_iters` optimizer updates."""
+    """Linear warm-up from 0, then the decay, which reaches `min_lr` after `train_iters` optimizer updates.
+
+    Each group of parameters rises to its own peak; `get_lr({})` is that of the groups without one.
+    """
     warmup = warmup_iters(config, train_iters)
     return OptimizerParamScheduler(
         optimizer,

@@ -51,6 +51,7 @@ NEUTRAL_KEYS = frozenset(
         "save_safetensors",
         "resume",
         "logging_steps",
+        "report_to",
         "eval_steps",
         "eval_iters",
         "val_dataset",

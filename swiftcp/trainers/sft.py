@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
@@ -18,6 +19,7 @@ from swiftcp.checkpoint.run_state import RunState
 from swiftcp.checkpoint.together import gather_all
 from swiftcp.config.concerns import TrainConfig
 from swiftcp.config.resolved import ResolvedConfig
+from swiftcp.config.wording import counted
 from swiftcp.data.dataset import BadRow, EncodedDataset
 from swiftcp.data.encode import Mode
 from swiftcp.data.loader import BatchStream, batches_in_order
@@ -37,6 +39,7 @@ from swiftcp.trainers.run_files import write_run_files
 from swiftcp.trainers.setup import Source, load_model, load_source, recompute_fields, start_ranks
 from swiftcp.trainers.signals import StopRequest, stop_on_sigterm
 from swiftcp.trainers.step import Runner, Totals, train_step
+from swiftcp.trainers.trackers import TensorBoard
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +135,7 @@ def load_data(config: TrainConfig, mode: Mode, source: Source, mesh: Mesh) -> Da
     )
     if len(set(gather_all(plan.plan_hash()))) > 1:
         raise TrainingError("ranks planned different packs: every machine must read the same data with the same version of swiftcp")
-    logger.info("%d rows, pack fill %.3f, %d steps", len(training), plan.fill(), plan.num_steps)
+    logger.info("%s, pack fill %.3f, %s", counted(len(training), "row"), plan.fill(), counted(plan.num_steps, "step"))
     return Data(training, validation, plan)
 
 
@@ -152,7 +155,7 @@ def build_run(config: TrainConfig, source: Source, data: Data, mesh: Mesh) -> Ru
     freeze(model, source.family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)
     log_parameters(model)
     ddp = wrap_model(model, mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
-    optimizer = build_optimizer(ddp, config)
+    optimizer = build_optimizer(ddp, config, source.family)
     return Run(
         config=config,
         mesh=mesh,
@@ -190,14 +193,13 @@ def run_steps(run: Run, state: RunState, stream: BatchStream) -> None:
         TrainingError: a rank failed, or gradients are not finite again and again.
     """
     num_steps = run.data.plan.num_steps
-    log = RunLog(run.output_dir, writes=run.mesh.rank == 0)
-    log.forget_after(state.step)
+    log = open_log(run, state.step)
     batches = TimedIterator(plan_ahead(iter(stream), run.mesh, run.source.geometry))
     clock = Clock(state.step, num_steps, state.elapsed_seconds)
     skipped_in_a_row = 0
-    with stop_on_sigterm() as request:
+    with closing(log), stop_on_sigterm() as request:
         while state.step < num_steps:
-            lr = float(run.optimizer.param_groups[0]["lr"])
+            lr = run.scheduler.get_lr({})
             began = perf_counter()
             totals, grad_norm = train_step(run.runner, run.optimizer, run.scheduler, batches, stream.num_micro_batches)
             seconds, waited = perf_counter() - began, batches.take_seconds()
@@ -207,6 +209,15 @@ def run_steps(run: Run, state: RunState, stream: BatchStream) -> None:
             if is_due(state.step, run.config.logging_steps, num_steps) or eval_loss is not None:
                 log.write(make_record(run, state, totals, grad_norm, lr, seconds, waited, clock, eval_loss))
             save_if_due(run, state, request)
+
+
+def open_log(run: Run, step: int) -> RunLog:
+    """The log of the steps behind `step`; what was logged of them before is dropped."""
+    writes = run.mesh.rank == 0
+    tracked = writes and "tensorboard" in (run.config.report_to or [])
+    log = RunLog(run.output_dir, writes=writes, tracker=TensorBoard(run.output_dir, step + 1) if tracked else None)
+    log.forget_after(step)
+    return log
 
 
 def is_due(step: int, every: int, num_steps: int) -> bool:

@@ -128,6 +128,29 @@ def test_stopped_twice_and_resumed_is_bitwise_the_uninterrupted_run(
     ]
 
 
+def test_learning_rates_of_parts_and_failing_events_survive_a_resume(ranks: RankPool, recipe: dict[str, Any], tmp_path: Path) -> None:
+    """Groups of parameters find their moments again; where TensorBoard cannot write, the losses are the same."""
+    values = {**recipe, "vit_lr": 1e-12, "aligner_lr": 5e-4, "train_iters": 4, "report_to": ["tensorboard"]}
+    del values["num_train_epochs"]
+    for name, stops in (("whole", [None]), ("stopped", [2, None])):
+        output_dir = tmp_path / name
+        if name == "stopped":
+            output_dir.mkdir()
+            (output_dir / "runs").write_text("in the way")
+        for stop in stops:
+            [answer] = ranks.run(run_sft, {**values, "output_dir": str(output_dir)}, "sft", stop, num_ranks=1)
+            assert answer == "done" or (stop and "saved step 2 of 4" in answer)
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    assert weights(tmp_path / "stopped") == weights(tmp_path / "whole")
+    assert [one["lr"] for one in logged(tmp_path / "whole")][1:3] == [5e-4, 1e-3]  # warm-up of the language model
+    assert list((tmp_path / "whole" / "runs").glob("events.*"))
+    before = load_file(Path(recipe["model"]) / "model.safetensors")
+    after = load_file(tmp_path / "whole" / "hf" / "model.safetensors")
+    moved = {name for name in before if (after[name] - before[name]).abs().max() > 1e-6}
+    assert not any("visual.blocks" in name for name in moved)
+    assert any("visual.merger" in name for name in moved) and any("language_model" in name for name in moved)
+
+
 def test_all_ranks_stop_at_the_same_step_and_another_layout_goes_on(
     ranks: RankPool, recipe: dict[str, Any], uninterrupted: Path, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from tests.distributed.training_harness import (
     broken_micro_batch,
     changed_parameters,
     parameters_by_decay,
+    peak_rates,
     run_gradients,
     run_steps,
     step_with_nan_on_rank_1,
@@ -140,3 +141,16 @@ def test_decay_spares_biases_and_norms(ranks: RankPool, tiny_qwen3_vl: Path) -> 
     [decayed, spared] = ranks.run(parameters_by_decay, tiny_qwen3_vl, num_ranks=1)[0]
     assert all(dims > 1 for dims in decayed.values()) and all(dims == 1 for dims in spared.values())
     assert {"visual.pos_embed.weight", "language_model.embedding.word_embeddings.weight"} <= decayed.keys()
+
+
+def test_parts_have_their_own_learning_rates(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    [rates] = ranks.run(part_rates, tiny_qwen3_vl, num_ranks=1)
+    for name, (peak, in_warmup) in rates.items():
+        is_aligner = name.startswith(("visual.merger.", "visual.deepstack_merger_list."))
+        assert peak == (3e-4 if is_aligner else 1e-5 if name.startswith("visual.") else 1e-3), name
+        assert in_warmup == pytest.approx(peak / 2), name
+    assert len(set(rates.values())) == 3
+
+
+def part_rates(folder: Path) -> dict[str, tuple[float, float]]:
+    return peak_rates(folder, vit_lr=1e-5, aligner_lr=3e-4)

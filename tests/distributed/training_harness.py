@@ -63,7 +63,7 @@ class Training:
         freeze(self.model, self.source.family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)
         self.ddp = wrap_model(self.model, self.mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
         self.runner = Runner(self.ddp, self.mesh, self.source.geometry, self.model.vocab_size)
-        self.optimizer = build_optimizer(self.ddp, config)
+        self.optimizer = build_optimizer(self.ddp, config, self.source.family)
         self.scheduler = build_scheduler(self.optimizer, config, train_iters=10)
 
     def share(self, packs: Sequence[Pack]) -> Iterator[Batch]:
@@ -170,3 +170,15 @@ def parameters_by_decay(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
         spared = {names[p]: p.dim() for group in groups if group["weight_decay"] == 0.0 for p in group["params"]}
         assert len(decayed) + len(spared) == len(names)
         return decayed, spared
+
+
+def peak_rates(folder: Path, **rates: float) -> dict[str, tuple[float, float]]:
+    """(peak learning rate, its rate behind the second step of warm-up and decay) of every parameter."""
+    from swiftcp.parallel.cpu_shim import cpu_mode
+
+    with cpu_mode():
+        training = Training(train_config(folder, lr_warmup_iters=4, **rates))
+        training.scheduler.step(2)
+        names = {p: name for name, p in training.model.named_parameters()}
+        groups = training.optimizer.param_groups
+        return {names[p]: (group["max_lr"], group["lr"]) for group in groups for p in group["params"]}

@@ -83,12 +83,19 @@ def test_help_shows_every_key_by_concern(command, config_class, capsys):
 def test_keys_not_built_are_absent_from_help(capsys):
     main(["sft", "--help"])
     text = capsys.readouterr().out
-    assert "tensor_model_parallel_size" not in text and "lora" not in text.lower()
+    assert "expert_model_parallel_size" not in text and "lora" not in text.lower()
 
 
 @pytest.mark.parametrize("arguments", [["sfft"], ["tiny"], ["tiny", "qwen3_vl", "d", "--seed", "x"], ["--nonsense"], []])
 def test_usage_errors_exit_2(arguments, capsys):
     assert main(arguments) == 2
+
+
+@pytest.mark.parametrize(("typed", "ours"), [("train", "sft"), ("pretrain", "pt"), ("logprob", "logprobs")])
+def test_a_command_of_other_tools_is_answered_with_ours(typed, ours, capsys):
+    assert main([typed, "x.yaml"]) == 2
+    errors = capsys.readouterr().err
+    assert f"'{ours}'" in errors and "'tiny'" not in errors
 
 
 def test_config_errors_exit_2_with_one_message(capsys):

@@ -91,6 +91,8 @@ def test_derived_lines(tmp_path):
         ("--lr_warmup_iters 5 --lr_warmup_fraction 0.1", 1, "both say how long the warm-up is"),
         ("--lr_warmup_iters 5 --train_iters 5", 1, "lr_warmup_iters 5 is not less than train_iters 5: set it to 4 or less"),
         ("--min_lr 1e-3", 1, "min_lr 0.001 is above lr 1e-05"),
+        ("--min_lr 1e-6 --vit_lr 1e-7", 1, "min_lr 1e-06 is above vit_lr 1e-07"),
+        ("--report_to tensorboard none", 1, "none stands alone"),
         ("--recompute_method block", 1, "recompute_method block belongs to recompute_granularity full"),
         ("--recompute_granularity none --recompute_num_layers 2", 1, "recompute_num_layers 2 belongs to"),
         ("--recompute_granularity full --recompute_method block", 1, "set recompute_num_layers"),
@@ -245,6 +247,7 @@ def test_outputs_must_be_writable_places(tmp_path):
         ("--cp_comm_type a2a", "cp_comm_type a2a has no effect"),
         ("--recompute_granularity none --recompute_modules mlp", "recompute_modules has no effect"),
         ("--lr_decay_style constant --min_lr 1e-6", "min_lr 1e-06 has no effect"),
+        ("--freeze_vit true --vit_lr 1e-6", "vit_lr 1e-06 has no effect with freeze_vit true"),
         ("--eval_steps 5", "eval_steps has no effect"),
     ],
 )
@@ -279,3 +282,23 @@ def test_an_output_dir_where_nothing_can_be_written_is_refused_also_to_root(tmp_
 def test_small_moments_need_the_optimizer_that_has_them(tmp_path):
     assert "use_precision_aware_optimizer needs use_distributed_optimizer" in error_of(tmp_path, "--use_precision_aware_optimizer", "true")
     assert "exp_avg_dtype bf16 needs use_precision_aware_optimizer" in error_of(tmp_path, "--exp_avg_dtype", "bf16")
+
+
+def test_parts_learn_as_the_model_does_by_default(tmp_path):
+    config = valid(tmp_path, "--lr", "2e-4", "--aligner_lr", "1e-4").config
+    assert (config.vit_lr, config.aligner_lr) == (2e-4, 1e-4)
+
+
+def test_tensorboard_that_is_missing_is_an_error_only_where_it_is_asked_for(tmp_path, monkeypatch):
+    for module in ("checks", "defaults"):
+        monkeypatch.setattr(f"swiftcp.config.{module}.has_tensorboard", lambda: False)
+    assert "report_to tensorboard, but tensorboard is not installed" in error_of(tmp_path, "--report_to", "tensorboard")
+    resolved = valid(tmp_path)
+    assert resolved.config.report_to == ["none"]
+    assert len([warning for warning in resolved.warnings if "no TensorBoard events" in warning]) == 1
+    assert not valid(tmp_path, "--report_to", "none").warnings
+
+
+def test_counts_of_one_are_singular(tmp_path):
+    derived = valid(tmp_path, "--global_batch_size", "1", "--max_length", "128").derived
+    assert derived[1] == "step: 1 pack of 128 tokens = micro_batch_size 1 x dp 1 x 1 micro-batch of each rank"

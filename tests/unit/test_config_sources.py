@@ -127,6 +127,29 @@ def test_case_39_an_option_given_twice_is_refused():
     assert "given twice" in error_of(*BASE, "--dataset", "e")
 
 
+@pytest.mark.parametrize(
+    ("lower", "upper", "expected"),
+    [
+        ("num_train_epochs: 2", "--train_iters=5", (5, None)),
+        ("train_iters: 5", "--epochs=2", (None, 2)),
+        ("num_train_epochs: 2", "--train_iters=null", (None, 2)),
+        ("train_iters: 5\nnum_train_epochs: 2", "--train_iters=6", (6, None)),
+    ],
+)
+def test_the_higher_of_two_keys_for_one_thing_wins(tmp_path, lower, upper, expected):
+    path = recipe(tmp_path, f"model: m\ndataset: d\n{lower}\n")
+    resolved = resolve(TrainConfig, [path, *upper.replace("=", " ").split()], environment={})
+    assert (resolved.config.train_iters, resolved.config.num_train_epochs) == expected
+    overruled = "num_train_epochs" if expected[1] is None else "train_iters"
+    if upper != "--train_iters=null":
+        assert "of the command line wins over" in str(resolved.origins[overruled])
+
+
+def test_warm_up_in_steps_wins_over_a_fraction_of_the_recipe(tmp_path):
+    config = read(recipe(tmp_path, "model: m\ndataset: d\nlr_warmup_fraction: 0.1\n"), "--lr_warmup_iters", "0")
+    assert (config.lr_warmup_iters, config.lr_warmup_fraction) == (0, None)
+
+
 def test_case_40_precedence_of_four_sources(tmp_path):
     path = recipe(tmp_path, "model: m\ndataset: d\nfps: 3\nfps_min_frames: 5\nfps_max_frames: 7\n")
     environment = {"FPS": "4", "FPS_MIN_FRAMES": "6"}
@@ -182,7 +205,7 @@ def test_names_of_other_tools(option, key, value):
     assert getattr(read(*BASE, option), key) == value
 
 
-@pytest.mark.parametrize("option", ["-tp=1", "--tuner_type=full", "--sequence_parallel=False", "--report_to=none", "--train_type=full"])
+@pytest.mark.parametrize("option", ["-tp=1", "--tuner_type=full", "--sequence_parallel=False", "--train_type=full"])
 def test_keys_not_built_are_accepted_where_they_change_nothing(option):
     assert read(*BASE, option) == read(*BASE)
 

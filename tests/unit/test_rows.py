@@ -226,6 +226,7 @@ def test_columns_as_json_strings() -> None:
         ({"messages": [user("u", loss="yes")]}, "the loss str 'yes'"),
         ({"messages": [user("u", weight=-1)]}, "the weight int -1"),
         ({"messages": [user("u", weight=True)]}, "the weight bool True"),
+        ({"messages": [user("u", weight=1e30)]}, "the weight float 1e+30: it must be a number from 0 to 1,000,000"),
         ({"messages": [user("u", tool_calls=[{"name": "at"}])]}, "only an assistant message may"),
         ({"messages": [assistant("a", tool_calls=3)]}, "the tool_calls int 3"),
         ({"messages": [assistant("a", tool_calls=[{"function": {}}])]}, "it needs a name and arguments"),

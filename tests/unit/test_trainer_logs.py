@@ -17,6 +17,7 @@ from swiftcp.trainers.logs import LogRecord, RunLog, TimedIterator, utilisation
 from swiftcp.trainers.run_files import write_run_files
 from swiftcp.trainers.signals import stop_on_sigterm
 from swiftcp.trainers.step import Totals
+from swiftcp.trainers.trackers import TensorBoard
 
 ONE_RANK: Any = SimpleNamespace(world_size=1, rank=0, device=torch.device("cpu"), describe=lambda: "world 1 = cp 1 x dp 1")
 
@@ -86,6 +87,35 @@ def test_waiting_time_is_that_of_next() -> None:
     items = TimedIterator(iter([1, 2]))
     assert list(items) == [1, 2]
     assert items.take_seconds() > 0 and items.take_seconds() == 0
+
+
+def test_every_value_is_a_scalar_of_tensorboard(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for first_step in (1, 3):  # a resume behind step 2
+        log = RunLog(tmp_path, writes=True, tracker=TensorBoard(tmp_path, first_step))
+        log.forget_after(first_step - 1)
+        for iteration in range(first_step, 5):
+            log.write(record(iteration, loss=10.0 * first_step + iteration, eval_loss=0.5 if iteration == 4 else None))
+        log.close()
+    events = accumulator.EventAccumulator(str(tmp_path / "runs")).Reload()
+    assert set(events.Tags()["scalars"]) == set().union(*logged(tmp_path))
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 11), (2, 12), (3, 33), (4, 34)]
+    assert [event.step for event in events.Scalars("eval_loss")] == [4]
+
+
+def test_row_16_tensorboard_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "runs").write_text("a file in the way")
+    tracker = TensorBoard(tmp_path, 1)
+    broken = TensorBoard(tmp_path / "other", 1)
+    broken._writer = SimpleNamespace(add_scalar=lambda *_: (_ for _ in ()).throw(OSError("No space left on device")))
+    for number, one in enumerate((tracker, broken)):
+        log = RunLog(tmp_path, writes=True, tracker=one)
+        log.write(record(2 * number + 1))
+        log.write(record(2 * number + 2))
+        log.close()
+    assert [one["iteration"] for one in logged(tmp_path)] == [1, 2, 3, 4]
+    assert [line.getMessage().partition(":")[0] for line in caplog.records] == ["TensorBoard events are no longer written"] * 2
+    assert "No space left" in caplog.text
 
 
 def test_utilisation_is_left_out_where_the_peak_is_not_known() -> None:

@@ -43,3 +43,19 @@ def test_linear_and_constant() -> None:
 def test_warm_up_is_shorter_than_the_run(fraction: float | None, train_iters: int, expected: int) -> None:
     settings = config(lr_warmup_fraction=fraction, lr_warmup_iters=3 if fraction is None else 0)
     assert warmup_iters(settings, train_iters) == expected
+
+
+def test_each_group_rises_and_falls_between_its_own_limits() -> None:
+    settings = config(lr_warmup_iters=2, lr_decay_style="linear", min_lr=1e-6)
+    groups: list[dict[str, Any]] = [{"max_lr": peak, "min_lr": 1e-6} for peak in (1e-3, 1e-5)]
+    optimizer: Any = SimpleNamespace(param_groups=groups)
+    scheduler = build_scheduler(optimizer, settings, 4)
+    series = []
+    for _ in range(5):
+        series.append(([group["lr"] for group in groups], scheduler.get_lr({})))
+        scheduler.step(1)
+    for step, (rates, logged) in enumerate(series):
+        part = [0, 0.5, 1][step] if step <= 2 else None
+        for rate, peak in zip(rates, (1e-3, 1e-5), strict=True):
+            assert rate == pytest.approx(part * peak if part is not None else 1e-6 + (4 - step) / 2 * (peak - 1e-6))
+        assert logged == rates[0]
