@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, ParamGroupOverride
+from torch import Tensor
 
 from swiftcp.config.bench import BenchConfig
 from swiftcp.config.concerns import TrainConfig
@@ -95,7 +98,26 @@ def build_optimizer(ddp: DistributedDataParallel, config: TrainConfig | BenchCon
     overrides = get_standard_config_overrides(settings) | _part_rates(config, family)
     optimizer = get_megatron_optimizer(settings, [ddp], config_overrides=overrides, use_gloo_process_groups=False)
     ddp.config.grad_scale_func = optimizer.scale_loss
+    if config.use_precision_aware_optimizer:
+        _load_remainders_as_integers(optimizer)
     return optimizer
+
+
+def _load_remainders_as_integers(optimizer: MegatronOptimizer) -> None:
+    """Let a checkpoint's remainders of master weights be read back.
+
+    megatron-core (0.19) carries all of the optimizer's state through its checkpoints as float32, in which 16-bit integers are exact,
+    but hands the remainders back as they are, and Transformer Engine (2.20) takes integers alone.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        adam = part.optimizer
+        set_state = adam.set_scaled_state
+
+        def set_scaled_state(parameter: Tensor, name: str, values: Tensor, *, set_state: Callable[..., None] = set_state) -> None:
+            is_remainder = name == "master_param" and parameter.dtype == torch.bfloat16
+            set_state(parameter, name, values.to(torch.int16) if is_remainder else values)
+
+        adam.set_scaled_state = set_scaled_state
 
 
 def warmup_iters(config: TrainConfig | BenchConfig, train_iters: int) -> int:
