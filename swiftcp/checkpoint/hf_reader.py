@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from swiftcp.checkpoint.name_table import NameTable, Rule
+from swiftcp.checkpoint.together import gather_all
 from swiftcp.config.paths import INDEX_FILE, WEIGHTS_FILE
 from swiftcp.errors import WeightsError
 
@@ -56,9 +57,10 @@ class HFFolder:
                 self.tensors[name] = _header(shard, name, file)
         _check_index(folder, self.tensors)
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, on the host."""
-        return self._shards[self.tensors[name].file].get_tensor(name)
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> Tensor:
+        """One tensor, or the part of it that `index` says, on the host; no other part is read from the disk."""
+        shard = self._shards[self.tensors[name].file]
+        return shard.get_slice(name)[index] if index else shard.get_tensor(name)
 
     def __enter__(self) -> HFFolder:
         return self
@@ -135,15 +137,24 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Every parameter and saved buffer by its name in the bare model, whatever wraps it."""
-    state = unwrap(model).state_dict(keep_vars=True)
-    return {name: value for name, value in state.items() if isinstance(value, Tensor) and not name.endswith("_extra_state")}
+def model_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Every parameter and saved buffer by its name in the bare model, whatever wraps it.
+
+    Args:
+        model: or the chunks of it that this rank's pipeline stage has, which tell their `global_name`s.
+    """
+    tensors: dict[str, Tensor] = {}
+    for chunk in map(unwrap, [model] if isinstance(model, nn.Module) else model):
+        global_name = cast(Callable[[str], str], getattr(chunk, "global_name", str))
+        state = chunk.state_dict(keep_vars=True)
+        tensors |= {
+            global_name(name): value for name, value in state.items() if isinstance(value, Tensor) and not name.endswith("_extra_state")
+        }
+    return tensors
 
 
-def stored_names(source: HFFolder, rules: Mapping[str, Rule], table: NameTable) -> dict[str, str]:
-    """{name in the table: name in the folder} for all the folder's tensors, older layouts included."""
-    expected = {name for rule in rules.values() for name in rule.sources}
+def stored_names(source: HFFolder, expected: set[str], table: NameTable) -> dict[str, str]:
+    """{name in the table: name in the folder} for all the folder's tensors, older layouts included; `expected` are the whole model's."""
     names: dict[str, str] = {}
     for stored in source.tensors:
         name = table.canonical_name(stored, expected)
@@ -156,36 +167,38 @@ def stored_names(source: HFFolder, rules: Mapping[str, Rule], table: NameTable) 
     return names
 
 
-def load_hf_folder(model: nn.Module, folder: Path, table: NameTable, *, tp_rank: int = 0, tp_size: int = 1) -> None:
+def load_hf_folder(model: nn.Module | Sequence[nn.Module], folder: Path, table: NameTable, *, tp_rank: int = 0, tp_size: int = 1) -> None:
     """Fill all of the model from `folder`, each tensor cast to the type of its parameter; no more than one in memory at a time.
+
+    Called on all ranks, each with its pipeline stage's chunks: a rank reads its own parts alone, and together they need what the
+    folder must hold.
 
     Raises:
         WeightsError: tensors are missing, unexpected or of another shape, or copies that should be tied differ; all are listed.
     """
     targets = model_tensors(model)
     rules = table.pair(list(targets))
+    own = {name: shape for target, rule in rules.items() for name, shape in _whole_sources(rule, targets[target].shape, tp_size)}
+    needed = {name: shape for of_rank in gather_all(own) for name, shape in of_rank.items()}
     with HFFolder(folder) as source:
-        names = stored_names(source, rules, table)
-        shapes = {target: rule.whole_shape(targets[target].shape, tp_size) for target, rule in rules.items()}
-        _check(source, names, rules, shapes, table)
+        names = stored_names(source, set(needed), table)
+        _check(source, names, needed, table)
         logger.info("reading %d tensors from %s", len(source.tensors), folder)
         with torch.no_grad():
             for target, rule in rules.items():
-                whole = rule.join([source.read(names[name]) for name in rule.sources], shapes[target])
-                targets[target].copy_(rule.shard(whole, tp_rank, tp_size))
+                shape = targets[target].shape
+                slices = rule.source_slices(shape, tp_rank, tp_size)
+                parts = [source.read(names[name], index) for name, index in zip(rule.sources, slices, strict=True)]
+                targets[target].copy_(rule.local(shape, tp_rank, tp_size).join(parts, shape))
 
 
-def _check(
-    source: HFFolder,
-    names: Mapping[str, str],
-    rules: Mapping[str, Rule],
-    shapes: Mapping[str, tuple[int, ...]],
-    table: NameTable,
-) -> None:
-    """Compare what the folder holds with what the model needs, before any value is read."""
-    needed = {
-        name: shape for target, rule in rules.items() for name, shape in zip(rule.sources, rule.source_shapes(shapes[target]), strict=True)
-    }
+def _whole_sources(rule: Rule, shape: Sequence[int], tp_size: int) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """Name and shape of each source of a parameter of which this rank holds `shape`."""
+    return zip(rule.sources, rule.source_shapes(rule.whole_shape(shape, tp_size)), strict=True)
+
+
+def _check(source: HFFolder, names: Mapping[str, str], needed: Mapping[str, tuple[int, ...]], table: NameTable) -> None:
+    """Compare what the folder holds with what the whole model needs, before any value is read."""
     copies = {copy: original for copy, original in table.tied.items() if copy in names}
     problems = {
         "missing": [name for name in needed if name not in names],

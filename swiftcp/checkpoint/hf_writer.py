@@ -1,4 +1,4 @@
-"""The model's weights as a Hugging Face folder like the one they came from: names, shapes, types and all other files.
+"""The model's weights, of any layout, as a Hugging Face folder like the one they came from: names, shapes, types and all other files.
 
 What was not trained comes out equal to the bit, also where the model computes in a narrower type than the checkpoint stores.
 """
@@ -9,18 +9,19 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from swiftcp.checkpoint.durable import flush, new_folder
 from swiftcp.checkpoint.hf_reader import HFFolder, model_tensors, stored_names
 from swiftcp.checkpoint.name_table import NameTable, Rule
-from swiftcp.checkpoint.together import is_first_rank, together
+from swiftcp.checkpoint.together import from_first_rank, gather_all, is_first_rank, rank_and_size, together
 from swiftcp.config.paths import INDEX_FILE, WEIGHTS_FILE
 from swiftcp.errors import ConfigError, WeightsError
 from swiftcp.failpoints import failpoint
@@ -35,31 +36,49 @@ _LICENSES = ("LICENSE", "NOTICE")
 
 @dataclass(frozen=True)
 class _Entry:
-    """One tensor to write."""
+    """One tensor to write, and where its parts are."""
 
     name: str
-    parameter: Tensor
-    rule: Rule
+    target: str
+    """The parameter that it is made of, or is made of a part of."""
     part: int
     """Which of the tensors that the parameter is made of."""
+    rule: Rule
+    shape: tuple[int, ...]
+    holders: tuple[int, ...]
+    """Ranks that hold the parameter, by tensor-parallel rank; one where each has all of it."""
+    local_shape: tuple[int, ...]
+    """Of the parameter, on each of them."""
+    model_dtype: torch.dtype
     dtype: torch.dtype
     stored: str | None
     """Its name in the source folder; None where that has no weights (the model began at random)."""
 
     @property
     def num_values(self) -> int:
-        return torch.Size(self.rule.source_shapes(self.parameter.shape)[self.part]).numel()
+        return torch.Size(self.shape).numel()
 
     @property
     def num_bytes(self) -> int:
         return self.num_values * self.dtype.itemsize
 
+    def part_rule(self, tp_rank: int) -> Rule:
+        return self.rule.local(self.local_shape, tp_rank, len(self.holders))
+
 
 def export_hf_folder(
-    model: nn.Module, source_folder: Path, output_folder: Path, table: NameTable, *, max_shard_bytes: int = MAX_SHARD_BYTES
+    model: nn.Module | Sequence[nn.Module],
+    source_folder: Path,
+    output_folder: Path,
+    table: NameTable,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write `output_folder`, whole or not at all. Called on all ranks; the first writes, a shard at a time in memory.
+    """Write `output_folder`, whole or not at all. Called on all ranks, each with its pipeline stage's chunks.
 
+    The first rank writes. Parts that other ranks hold come to it tensor by tensor, and no more than a shard is in its memory.
     `source_folder` gives the key set, the types, and every file that is no weight, byte for byte.
 
     Raises:
@@ -67,16 +86,31 @@ def export_hf_folder(
         ConfigError: `output_folder` is the source, or holds something else than a model.
         CheckpointError: the first rank failed (on the others).
     """
-    with together("exporting the weights"):
-        if is_first_rank():
-            _check_output(source_folder, output_folder)
-            has_weights = any((source_folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
-            with HFFolder(source_folder) if has_weights else nullcontext() as source, new_folder(output_folder) as aside:
-                entries = _entries(model, source, table, _configured_dtype(source_folder))
+    tensors = model_tensors(model)
+    held = gather_all((tp_rank, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}))
+    with ExitStack() as stack:
+        source, aside, entries = None, output_folder, []
+        with together("exporting the weights"):
+            if is_first_rank():
+                _check_output(source_folder, output_folder)
+                if any((source_folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
+                    source = stack.enter_context(HFFolder(source_folder))
+                entries = _entries(held, tp_size, source, table, _configured_dtype(source_folder))
+                aside = stack.enter_context(new_folder(output_folder))
                 copy_other_files(source_folder, aside)
-                _write_weights(entries, source, aside, max_shard_bytes)
-            failpoint("export.published")
-            logger.info("wrote the weights to %s", output_folder)
+        shards = from_first_rank(_plan(entries, max_shard_bytes))
+        for file, shard in shards.items():
+            values = _gather(shard, tensors)
+            with together("exporting the weights"):
+                if is_first_rank():
+                    _write_shard(aside / file, shard, values, source)
+        with together("exporting the weights"):
+            if is_first_rank():
+                if len(shards) > 1:
+                    _write_index(shards, aside)
+                stack.close()  # gives the folder its name
+                failpoint("export.published")
+                logger.info("wrote the weights to %s", output_folder)
 
 
 def _check_output(source_folder: Path, output_folder: Path) -> None:
@@ -109,16 +143,24 @@ def _configured_dtype(folder: Path) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _entries(model: nn.Module, source: HFFolder | None, table: NameTable, dtype: torch.dtype | None) -> list[_Entry]:
+_Held = tuple[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+"""A rank's place among tensor-parallel ranks, and shape and type of each parameter that it holds."""
+
+
+def _entries(held: Sequence[_Held], tp_size: int, source: HFFolder | None, table: NameTable, dtype: torch.dtype | None) -> list[_Entry]:
     """What to write, by name. Types are those of the source; without one, `dtype` or the parameter's."""
-    parameters = model_tensors(model)
+    first_with = {(target, tp_rank): rank for rank, (tp_rank, targets) in reversed(list(enumerate(held))) for target in targets}
+    parameters = {target: found for _, targets in held for target, found in targets.items()}
     rules = table.pair(list(parameters))
-    names = stored_names(source, rules, table) if source else {}
+    names = stored_names(source, {name for rule in rules.values() for name in rule.sources}, table) if source else {}
     entries: dict[str, _Entry] = {}
     for target, rule in rules.items():
-        parameter = parameters[target]
-        for part, name in enumerate(rule.sources):
-            entries[name] = _Entry(name, parameter, rule, part, dtype or parameter.dtype, names.get(name))
+        local_shape, model_dtype = parameters[target]
+        holders = tuple(first_with[target, tp_rank] for tp_rank in range(1 if rule.parallel_dim is None else tp_size))
+        shapes = rule.source_shapes(rule.whole_shape(local_shape, tp_size))
+        for part, (name, shape) in enumerate(zip(rule.sources, shapes, strict=True)):
+            entry = _Entry(name, target, part, rule, shape, holders, local_shape, model_dtype, dtype or model_dtype, names.get(name))
+            entries.setdefault(name, entry)
     entries |= {copy: replace(entries[original], name=copy, stored=names[copy]) for copy, original in table.tied.items() if copy in names}
     if source is None:
         return [entries[name] for name in sorted(entries)]
@@ -145,29 +187,60 @@ def _plan(entries: Sequence[_Entry], max_shard_bytes: int) -> dict[str, list[_En
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, start=1)}
 
 
-def _write_weights(entries: Sequence[_Entry], source: HFFolder | None, aside: Path, max_shard_bytes: int) -> None:
-    shards = _plan(entries, max_shard_bytes)
-    for file, shard in shards.items():
-        save_file({entry.name: _value(entry, source) for entry in shard}, aside / file, metadata={"format": "pt"})
-        flush(aside / file)
-        failpoint("export.shard_written")
-    if len(shards) > 1:
-        _write_index(shards, aside)
+def _gather(shard: Sequence[_Entry], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The shard's tensors by name, on the first rank; others send what they hold. The first rank meets no error on the way."""
+    if is_first_rank():
+        device = next(iter(tensors.values())).device
+        return {entry.name: _collect(entry, tensors, device) for entry in shard}
+    rank, _ = rank_and_size()
+    for entry in shard:
+        for tp_rank, holder in enumerate(entry.holders):
+            if holder == rank:
+                dist.send(_own_part(entry, tensors, tp_rank).contiguous(), 0)
+    return {}
 
 
-def _value(entry: _Entry, source: HFFolder | None) -> Tensor:
-    """The tensor on the host in its own memory, in the type to be written.
+def _collect(entry: _Entry, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+    """One tensor on the host, in memory of its own."""
+    parts = []
+    for tp_rank, holder in enumerate(entry.holders):
+        if holder == 0:
+            parts.append(_own_part(entry, tensors, tp_rank))
+            continue
+        shape = entry.part_rule(tp_rank).source_shapes(entry.local_shape)[entry.part]
+        parts.append(torch.empty(shape, dtype=entry.model_dtype, device=device))
+        dist.recv(parts[-1], holder)
+    if len(parts) == 1:
+        return parts[0].cpu().clone(memory_format=torch.contiguous_format)
+    assert entry.rule.parallel_dim is not None
+    return torch.cat(parts, entry.rule.parallel_dim).cpu()
+
+
+def _own_part(entry: _Entry, tensors: Mapping[str, Tensor], tp_rank: int) -> Tensor:
+    return entry.part_rule(tp_rank).separate(tensors[entry.target].detach())[entry.part]
+
+
+def _write_shard(file: Path, shard: Sequence[_Entry], values: dict[str, Tensor], source: HFFolder | None) -> None:
+    for entry in shard:
+        values[entry.name] = _converted(values.pop(entry.name), entry, source)
+    save_file(values, file, metadata={"format": "pt"})
+    file.chmod((file.parent / "config.json").stat().st_mode)  # safetensors lets the owner alone read it, whatever the umask says
+    flush(file)
+    failpoint("export.shard_written")
+
+
+def _converted(value: Tensor, entry: _Entry, source: HFFolder | None) -> Tensor:
+    """In the type to be written.
 
     Where the model holds a narrower type than the source and the tensor is still the source's, it is the source's own.
     """
-    value = entry.rule.separate(entry.parameter.detach())[entry.part].cpu()
     if value.dtype == entry.dtype:
-        return value.clone(memory_format=torch.contiguous_format)
+        return value
     if source is not None and entry.stored is not None:
         original = source.read(entry.stored)
         if torch.equal(original.to(value.dtype), value):
             return original
-    return value.to(entry.dtype).contiguous()
+    return value.to(entry.dtype)
 
 
 def _write_index(shards: Mapping[str, Sequence[_Entry]], aside: Path) -> None:

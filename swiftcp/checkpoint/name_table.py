@@ -48,6 +48,21 @@ class Rule(ABC):
         """What tensor-parallel rank `rank` of `size` holds of the whole parameter."""
         return tensor if self.parallel_dim is None else tensor.chunk(size, self.parallel_dim)[rank]
 
+    def local(self, shape: Sequence[int], rank: int, size: int) -> Self:
+        """The rule between what tensor-parallel rank `rank` of `size` holds of the parameter, of `shape`, and its parts of the sources."""
+        return self
+
+    def source_slices(self, shape: Sequence[int], rank: int, size: int) -> list[tuple[slice, ...]]:
+        """Which part of each source is in what tensor-parallel rank `rank` of `size` holds of the parameter, of `shape`; (): all of it."""
+        if self.parallel_dim is None or size == 1:
+            return [()] * len(self.sources)
+        dim = self.parallel_dim
+        own = [part[dim] for part in self.local(shape, rank, size).source_shapes(shape)]
+        # No rank has more than the first, and those that have less come last.
+        first = [part[dim] for part in self.local(shape, 0, size).source_shapes(shape)]
+        starts = [rank * of_first if of_own else 0 for of_first, of_own in zip(first, own, strict=True)]
+        return [(*[slice(None)] * dim, slice(start, start + length)) for start, length in zip(starts, own, strict=True)]
+
     def in_layer(self, layer: int) -> Self:
         """The same rule for one decoder layer."""
 
@@ -73,6 +88,9 @@ class VocabularyRows(Rule):
 
     num_rows: int = field(kw_only=True)
 
+    def local(self, shape: Sequence[int], rank: int, size: int) -> Self:
+        return replace(self, num_rows=min(max(self.num_rows - rank * shape[0], 0), shape[0]))
+
     def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         return F.pad(tensors[0], (0, 0, 0, shape[0] - self.num_rows))
 
@@ -86,6 +104,9 @@ class QueryKeyValue(Rule):
 
     num_groups: int = field(kw_only=True)
     head_dim: int = field(kw_only=True)
+
+    def local(self, shape: Sequence[int], rank: int, size: int) -> Self:
+        return replace(self, num_groups=self.num_groups // size)
 
     def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
         return torch.cat([tensor.unflatten(0, (self.num_groups, -1)) for tensor in tensors], dim=1).flatten(0, 1)
@@ -132,13 +153,20 @@ class NameTable:
     """What precedes names in the full model and not in its base model. `transformers` reads either, with or without it."""
 
     def pair(self, targets: Sequence[str]) -> dict[str, Rule]:
-        """The rule of each of the model's parameters, with the names spelled out."""
+        """The rule of each of the model's parameters, with the names spelled out.
+
+        A parameter that is a tied copy (the head of a last pipeline stage) is made of what it is a copy of.
+        """
         by_target = {target: rule for rule in self._numbered_rules() for target in rule.targets}
         prefixes = [rule for rule in self.rules if isinstance(rule, Prefix)]
         by_target |= {name: prefix.rule(name) for prefix in prefixes for name in targets if name.startswith(prefix.target)}
         unpaired = [target for target in targets if target not in by_target]
         assert not unpaired, f"the name table has no rule for {unpaired}"
-        return {target: by_target[target] for target in targets}
+        return {target: self._untied(by_target[target]) for target in targets}
+
+    def _untied[T: Rule](self, rule: T) -> T:
+        sources = tuple(self.tied.get(source, source) for source in rule.sources)
+        return rule if sources == rule.sources else replace(rule, sources=sources)
 
     def _numbered_rules(self) -> Iterator[Rule]:
         for rule in self.rules:

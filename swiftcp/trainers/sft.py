@@ -106,7 +106,9 @@ def train(resolved: ResolvedConfig[TrainConfig], mode: Mode) -> None:
         else:
             logger.info("training was done already: step %d of %d", start_step, data.plan.num_steps)
         if config.save_safetensors:
-            export_hf_folder(run.runner.model, source.folder, run.output_dir / "hf", source.family.name_table(source.hf_config))
+            table = source.family.name_table(source.hf_config)
+            output = run.output_dir / "hf"
+            export_hf_folder(run.runner.model, source.folder, output, table, tp_rank=mesh.tp_rank, tp_size=mesh.tp_size)
     stop()
 
 

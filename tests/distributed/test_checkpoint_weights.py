@@ -1,11 +1,13 @@
 """Weights of a real tiny Qwen3-VL: through our model and back, and what `transformers` makes of the result."""
 
+import stat
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.unit import folders
 from tests.unit.folders import assert_same_bits, read_folder
 
 # (tied, number of ranks)
@@ -23,6 +25,34 @@ def export_untrained(folder: Path, output: Path, cp_size: int) -> None:
         from transformers import AutoConfig
 
         export_hf_folder(model, folder, output, family.name_table(AutoConfig.from_pretrained(folder)), max_shard_bytes=200_000)
+
+
+def load_and_export_parts(folder: Path, output: Path, tied: bool, tp_size: int) -> None:
+    """On each rank: fill its part of the stand-in model, tensor parallel within pipeline stages, and export all parts."""
+    import torch.distributed as dist
+
+    from swiftcp.checkpoint.hf_reader import load_hf_folder
+    from swiftcp.checkpoint.hf_writer import export_hf_folder
+    from swiftcp.models.qwen3_vl.names import qwen3_vl_name_table
+    from tests.unit import folders
+
+    stage, tp_rank = divmod(dist.get_rank(), tp_size)
+    part = folders.model_part(tied, tp_size=tp_size, stage=stage, num_stages=dist.get_world_size() // tp_size)
+    table = qwen3_vl_name_table(folders.config(tied))
+    load_hf_folder([part], folder, table, tp_rank=tp_rank, tp_size=tp_size)
+    assert not any(parameter.isnan().any() for parameter in part.parameters())
+    export_hf_folder([part], folder, output, table, tp_rank=tp_rank, tp_size=tp_size, max_shard_bytes=2_000)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tp_size", "num_ranks"), [(2, 2), (1, 2), (2, 4)])
+def test_case_30_parts_of_ranks_round_trip_equal_to_the_bit(ranks, tmp_path, tied, tp_size, num_ranks):
+    """199 rows of vocabulary padded to 200, so that tensor-parallel ranks have 100 and 99."""
+    folder, output = folders.write_folder(tmp_path / "source", folders.tensors(tied), num_shards=3), tmp_path / "output"
+    ranks.run(load_and_export_parts, folder, output, tied, tp_size, num_ranks=num_ranks)
+    assert len(list(output.glob("*.safetensors"))) > 1
+    assert_same_bits(read_folder(output), read_folder(folder))
+    assert {stat.S_IMODE(path.stat().st_mode) for path in output.iterdir()} == {stat.S_IMODE((folder / "config.json").stat().st_mode)}
 
 
 def tiny(folder: Path, tied: bool) -> Path:

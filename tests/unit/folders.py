@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from swiftcp.models.qwen3_vl.names import qwen3_vl_name_table
+
 LAYERS, HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, VOCABULARY, PADDED = 2, 8, 12, 4, 2, 4, 199, 200
 TOWER = {"patch_embed.proj.weight": (6, 3, 2, 2, 2), "patch_embed.proj.bias": (6,), "merger.norm.weight": (6,), "pos_embed.weight": (4, 6)}
 
@@ -47,8 +49,32 @@ def _model_shapes(tied: bool, fused: bool) -> dict[str, tuple[int, ...]]:
 
 def model(tied: bool = False, fused: bool = False, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A module with the parameters of `MultimodalGPTModel` (with Transformer Engine's names if `fused`), all NaN."""
+    return _module(_model_shapes(tied, fused), dtype)
+
+
+def model_part(tied: bool, *, tp_size: int, stage: int, num_stages: int) -> nn.Module:
+    """What one tensor-parallel rank of one pipeline stage holds of it: one layer a stage where there are two."""
+    shapes = _model_shapes(tied, fused=False)
+    rules = qwen3_vl_name_table(config(tied)).pair(list(shapes))
+    last = stage == num_stages - 1
+    if tied and num_stages > 1:
+        shapes["language_model.output_layer.weight"] = (PADDED, HIDDEN)
+
+    def is_here(name: str) -> bool:
+        if ".layers." in name:
+            return num_stages == 1 or f".layers.{stage}." in name
+        return last if "output_layer" in name or "final_layernorm" in name else stage == 0
+
+    def cut(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        dim = 0 if name not in rules else rules[name].parallel_dim
+        return tuple(length // tp_size if i == dim else length for i, length in enumerate(shape))
+
+    return _module({name: cut(name, shape) for name, shape in shapes.items() if is_here(name)}, torch.float32)
+
+
+def _module(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> nn.Module:
     root = nn.Module()
-    for name, shape in _model_shapes(tied, fused).items():
+    for name, shape in shapes.items():
         *path, leaf = name.split(".")
         owner = root
         for part in path:

@@ -56,6 +56,36 @@ def test_direct_is_cut_along_its_own_dim_only():
     assert Direct(("a",), ("b",)).whole_shape((2, 4), 2) == (2, 4)
 
 
+@pytest.mark.parametrize(
+    ("rule", "shape"),
+    [
+        (QKV, (16, 1)),
+        (GATE_UP, (8, 1)),
+        (PADDED, (4, 1)),
+        (VocabularyRows(("embedding",), ("embedding",), parallel_dim=0, num_rows=1), (4, 1)),
+        (Direct(("a",), ("b",), parallel_dim=1), (2, 4)),
+        (Direct(("a",), ("b",)), (2, 4)),
+    ],
+)
+def test_parts_of_the_sources_join_to_the_part_of_a_rank(rule, shape):
+    """The two ways to a rank's part are one: cut the sources and join, or join and cut."""
+    sources = [torch.arange(torch.Size(part).numel()).view(part) + 100 * i for i, part in enumerate(rule.source_shapes(shape))]
+    whole = rule.join(sources, shape)
+    for rank in (0, 1):
+        expected = rule.shard(whole, rank, 2)
+        local = rule.local(expected.shape, rank, 2)
+        parts = [source[index] for source, index in zip(sources, rule.source_slices(expected.shape, rank, 2), strict=True)]
+        assert torch.equal(local.join(parts, expected.shape), expected)
+        assert all(torch.equal(one, other) for one, other in zip(local.separate(expected), parts, strict=True))
+
+
+def test_slices_of_a_rank_name_its_groups_and_rows_alone():
+    assert QKV.source_slices((8, 5), 1, 2) == [(slice(4, 8),), (slice(2, 4),), (slice(2, 4),)]
+    assert PADDED.source_slices((2, 5), 1, 2) == [(slice(2, 3),)]
+    assert Direct(("a",), ("b",), parallel_dim=1).source_slices((2, 2), 1, 2) == [(slice(None), slice(2, 4))]
+    assert QKV.source_slices((16, 5), 0, 1) == [(), (), ()]
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_qwen3_vl_pairs_every_parameter_with_every_tensor(tied, fused):
