@@ -22,7 +22,8 @@ class VisualItems:
     """Images and videos, and where each of their features goes."""
 
     patches_PD: Tensor
-    """float32, as the checkpoint's processor flattens them, items one after the other."""
+    """float32, as the checkpoint's processor flattens them, items one after the other. [0, 0] on pipeline stages without a tower, where
+    no medium is decoded."""
     grid_thw: Tensor
     """[I, 3] int64: frames, rows and columns of patches of each item."""
     positions_V: Tensor

@@ -42,11 +42,13 @@ class RowEncoder:
         truncation_strategy: TruncationStrategy = "raise",
         limits: MediaLimits | None = None,
         access: MediaAccess | None = None,
+        decode_media: bool = True,
     ) -> None:
         """
         Args:
             processor: the checkpoint's, from `AutoProcessor`; it is not changed.
             max_length: tokens of the longest sample; rows above it are the data set's to treat, by `truncation_strategy`.
+            decode_media: False gives samples without patches, from the media's headers alone.
 
         Raises:
             ConfigError: the limits contradict each other, the tokenizer knows no offsets, or `sft` has no chat template.
@@ -60,6 +62,7 @@ class RowEncoder:
         self.truncation_strategy = truncation_strategy
         self._processor = limit_processor(processor, limits or MediaLimits())
         self._position_ids = position_ids
+        self._decode_media = decode_media
         self._template = ChatTemplate(self._processor)
         self._visuals = Visuals(self._processor, access or MediaAccess())
 
@@ -161,7 +164,8 @@ class RowEncoder:
         places = [(input_ids_L == token).nonzero().flatten() for token in (processor.image_token_id, processor.video_token_id)]
         for positions, grid_thw in zip(places, (plan.image_grid_thw, plan.video_grid_thw), strict=True):
             assert positions.numel() == grid_thw.prod(1).sum() // processor.image_processor.merge_size**2
-        return VisualItems(self._visuals.patches(row, plan), torch.cat([plan.image_grid_thw, plan.video_grid_thw]), torch.cat(places))
+        patches_PD = self._visuals.patches(row, plan) if self._decode_media else torch.empty(0, 0)
+        return VisualItems(patches_PD, torch.cat([plan.image_grid_thw, plan.video_grid_thw]), torch.cat(places))
 
 
 @contextmanager

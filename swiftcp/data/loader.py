@@ -28,15 +28,17 @@ class BatchLayout:
     pack_align: int
     full_packs: bool = False
     """Pad every pack to `packing_length`, so that shapes never vary."""
+    batch_multiple: int = 1
+    """Of a rank's micro-batches: interleaved pipeline stages take them in groups as large as the pipeline is long."""
 
     def of_rank(self, packs: list[Pack]) -> list[tuple[Pack, ...]]:
         """This rank's micro-batches of a step."""
         return packs_of_rank(packs, dp_rank=self.dp_rank, dp_size=self.dp_size, micro_batch_size=self.micro_batch_size)
 
     def in_order(self, lengths: Sequence[int]) -> list[tuple[Pack, ...]]:
-        """This rank's micro-batches of all rows once, in order; equally many on every rank, the last ones may be fillers."""
+        """This rank's micro-batches of all rows once, in order; equally many on every rank, a multiple of `batch_multiple`; the last may be fillers."""
         packs = plan_in_order(lengths, packing_length=self.packing_length, pack_align=self.pack_align)
-        packs += [FILLER] * (-len(packs) % (self.dp_size * self.micro_batch_size))
+        packs += [FILLER] * (-len(packs) % (self.dp_size * self.micro_batch_size * self.batch_multiple))
         return self.of_rank(packs)
 
     def collate(self, samples: Sequence[Sample], pad_token_id: int) -> Batch:

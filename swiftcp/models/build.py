@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def transformer_config(
-    family: Family, hf_config: Any, mesh: Mesh, *, dtype: torch.dtype, backend: Backend, cp_comm_type: str | None = None, **recompute: Any
+    family: Family, hf_config: Any, mesh: Mesh, *, dtype: torch.dtype, backend: Backend, cp_comm_type: str | None = None, **more: Any
 ) -> TransformerConfig:
     """megatron-core's configuration of the decoder.
 
@@ -28,13 +29,15 @@ def transformer_config(
 
     Args:
         dtype: of the parameters and activations.
-        recompute: megatron-core's `recompute_*` fields.
+        more: megatron-core's fields for recomputation and uneven pipeline stages.
     """
     on_cpu = mesh.device.type == "cpu"
     return TransformerConfig(
         **family.decoder_config(hf_config),
         tensor_model_parallel_size=mesh.tp_size,
         pipeline_model_parallel_size=mesh.pp_size,
+        virtual_pipeline_model_parallel_size=mesh.num_chunks if mesh.num_chunks > 1 else None,
+        batch_p2p_comm=mesh.num_chunks == 1,  # with several chunks it mixes up the messages of two stages (InterleavedCommunicator)
         context_parallel_size=mesh.cp_size,
         cp_comm_type=cp_comm_type if backend == "te" and mesh.cp_size > 1 else None,
         params_dtype=dtype,
@@ -53,7 +56,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=not on_cpu,
-        **recompute,
+        **more,
     )
 
 
@@ -63,21 +66,43 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def build_model(
+def build_chunks(
     family: Family, hf_config: Any, config: TransformerConfig, mesh: Mesh, *, backend: Backend, device: torch.device | None = None
+) -> list[MultimodalGPTModel]:
+    """The model chunks of this rank's pipeline stage, in order: one, or as many as virtual pipeline stages. See `build_model`."""
+    if mesh.num_chunks == 1:
+        return [build_model(family, hf_config, config, mesh, backend=backend, device=device)]
+    return [build_model(family, hf_config, config, mesh, backend=backend, device=device, vp_stage=vp) for vp in range(mesh.num_chunks)]
+
+
+def build_model(
+    family: Family,
+    hf_config: Any,
+    config: TransformerConfig,
+    mesh: Mesh,
+    *,
+    backend: Backend,
+    device: torch.device | None = None,
+    vp_stage: int | None = None,
 ) -> MultimodalGPTModel:
-    """The model with its weights not yet set (see `swiftcp.checkpoint`). On a CPU: inside `cpu_mode()`.
+    """The model, or this pipeline stage's chunk of it, with its weights not yet set (see `swiftcp.checkpoint`).
+
+    The embedding and the tower are in the first chunk of the first stage, the head in the last chunk of the last stage. On a CPU:
+    inside `cpu_mode()`.
 
     Args:
         device: where the parameters live; the mesh's device where left out, `meta` to see shapes alone.
+        vp_stage: which of the stage's chunks; None where it has one alone.
     """
+    pre_process = mesh.is_first_stage and not vp_stage
+    post_process = mesh.is_last_stage and vp_stage in (None, mesh.num_chunks - 1)
     vocab_size = family.vocab_size(hf_config)
     rotary = family.rotary(hf_config)
     with torch.device(device or mesh.device):
-        tower = family.build_tower(hf_config, backend)
+        tower = family.build_tower(hf_config, backend) if pre_process else None
         model = MultimodalGPTModel(
             config,
-            decoder_spec(config, backend),
+            decoder_spec(config, backend, vp_stage=vp_stage),
             tower=tower,
             rotary=rotary,
             cp_group=mesh.cp_group,
@@ -85,19 +110,23 @@ def build_model(
             padded_vocab_size=vocab_size,
             max_sequence_length=family.max_sequence_length(hf_config),
             tied_head=family.tied_head(hf_config),
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
         )
-    _cast_parameters(tower, config.params_dtype)
+    if tower is not None:
+        _cast_parameters(tower, config.params_dtype)
     return model
 
 
-def freeze(model: MultimodalGPTModel, family: Family, *, llm: bool, vit: bool, aligner: bool) -> None:
-    """Exclude parts from training.
+def freeze(chunks: Sequence[MultimodalGPTModel], family: Family, *, llm: bool, vit: bool, aligner: bool) -> None:
+    """Exclude parts from training. A pipeline stage behind the first may be left with nothing to train.
 
     Raises:
         ConfigError: nothing is left to train.
     """
     frozen = {"llm": llm, "vit": vit, "aligner": aligner}
-    for name, parameter in model.named_parameters():
+    for name, parameter in (named for chunk in chunks for named in chunk.named_parameters()):
         parameter.requires_grad_(not frozen[part_of(name, family)])
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    if all(frozen.values()):
         raise ConfigError("freeze_llm, freeze_vit and freeze_aligner are all true, so nothing would be trained: set one to false")

@@ -10,6 +10,7 @@ W those whose token is local, N labelled local tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -26,9 +27,23 @@ from swiftcp.models.rotary import MultimodalRotary
 from swiftcp.models.towers import Tower, encode
 from swiftcp.parallel.context import split_cp_inputs
 
+LAYERS = "language_model.decoder.layers."
+
+
+def named_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """A chunk's parameters under their names in the whole model, whatever wraps it; each parameter of the model is one stage's.
+
+    The copy of a tied embedding in a last stage's head is left out.
+    """
+    while not isinstance(chunk, MultimodalGPTModel):
+        chunk = cast(nn.Module, chunk.module)
+    for name, parameter in chunk.named_parameters():
+        if not getattr(parameter, "shared", False):
+            yield chunk.global_name(name), parameter
+
 
 class MultimodalGPTModel(MegatronModule):
-    """A vision tower, megatron-core's GPT decoder, and the way of a batch through both."""
+    """A vision tower, megatron-core's GPT decoder, and the way of a batch through both; or a chunk of it, for one pipeline stage."""
 
     def __init__(
         self,
@@ -42,7 +57,17 @@ class MultimodalGPTModel(MegatronModule):
         padded_vocab_size: int,
         max_sequence_length: int,
         tied_head: bool,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
     ) -> None:
+        """
+        Args:
+            tower: None in a chunk that is not the first of the model, or where the family has none.
+            pre_process: the chunk begins with the embedding.
+            post_process: the chunk ends with the head.
+            vp_stage: which of its pipeline stage's chunks this is; None where the stage has one alone.
+        """
         super().__init__(config=config)
         self.language_model = GPTModel(
             config=config,
@@ -51,21 +76,43 @@ class MultimodalGPTModel(MegatronModule):
             max_sequence_length=max_sequence_length,
             position_embedding_type="none",
             share_embeddings_and_output_weights=tied_head,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
         )
         self.visual = tower
         self.rotary = rotary
         self.cp_group = cp_group
         self.vocab_size = vocab_size
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.share_embeddings_and_output_weights = tied_head
         self.model_type = self.language_model.model_type
+        if tower is not None:
+            num_levels = cast(Tower, tower).feature_shape[0] - 1
+            assert len(self.language_model.decoder.layers) >= num_levels, "deepstack features do not reach a second chunk"
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """What the previous pipeline stage sent; called by megatron-core's schedules."""
         self.language_model.set_input_tensor(input_tensor)
 
+    def shared_embedding_or_output_weight(self) -> Tensor:
+        """The embedding, or its copy in the head of a last stage; megatron-core sums the gradients of both."""
+        return self.language_model.shared_embedding_or_output_weight()
+
+    def global_name(self, name: str) -> str:
+        """The name that a parameter of this chunk has in the whole model: layers count from the first one of all."""
+        if not name.startswith(LAYERS):
+            return name
+        layer, _, rest = name.removeprefix(LAYERS).partition(".")
+        return f"{LAYERS}{self.language_model.decoder.layers[int(layer)].layer_number - 1}.{rest}"
+
     def forward(self, inputs: ModelInputs) -> Tensor:
-        """Negative log-probability of each labelled token of this rank, [N] float32, in the order of `inputs.targets_N`."""
-        decoder_input_SBH, deepstack_LWH = self._decoder_inputs(inputs)
-        if self.training and torch.is_grad_enabled() and not decoder_input_SBH.requires_grad:
+        """Negative log-probability of each labelled token of this rank, [N] float32, in the order of `inputs.targets_N`.
+
+        A chunk without the head returns its hidden states, [S, B, H]; one without the embedding begins with what it was sent.
+        """
+        decoder_input_SBH, deepstack_LWH = self._decoder_inputs(inputs) if self.pre_process else (None, None)
+        if self.training and torch.is_grad_enabled() and decoder_input_SBH is not None and not decoder_input_SBH.requires_grad:
             # Reentrant recomputation gives no gradient at all where no input requires one (frozen embedding and tower).
             decoder_input_SBH.requires_grad_(True)
         hidden_SBH = self.language_model.decoder(
@@ -76,6 +123,8 @@ class MultimodalGPTModel(MegatronModule):
             rotary_pos_emb=self.rotary(inputs.position_ids_3BS),
             packed_seq_params=inputs.packed,
         )
+        if not self.post_process:
+            return hidden_SBH
         hidden_NH = hidden_SBH.flatten(0, 1).index_select(0, inputs.label_slots_N)
         return token_losses(hidden_NH, self.head_weight, inputs.targets_N, vocab_size=self.vocab_size)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from swiftcp.errors import ConfigError
 
@@ -64,6 +65,11 @@ def context_parallel_size() -> int:
 def context_parallel_rank() -> int:
     """This process's rank in its context-parallel group; 0 before a mesh exists."""
     return parallel_state.get_context_parallel_rank() if parallel_state.is_initialized() else 0
+
+
+def schedule_groups() -> ProcessGroupCollection:
+    """The groups that megatron-core's schedules and the reduction of gradients use."""
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "dp", "dp_cp", "tp_dp_cp", "embd", "pos_embd"])
 
 
 def select_device(device: str) -> torch.device:

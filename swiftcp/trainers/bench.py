@@ -16,7 +16,7 @@ from torch import nn
 from swiftcp.config.bench import BenchConfig
 from swiftcp.config.resolved import ResolvedConfig
 from swiftcp.data.batch import Batch
-from swiftcp.models.build import build_model, freeze, transformer_config
+from swiftcp.models.build import build_chunks, freeze, transformer_config
 from swiftcp.models.registry import family_of
 from swiftcp.models.shapes import find_shape
 from swiftcp.parallel import cpu_shim
@@ -26,7 +26,7 @@ from swiftcp.trainers.ahead import PlannedBatch, plan_ahead
 from swiftcp.trainers.logs import memory_gib, utilisation
 from swiftcp.trainers.optimizer import build_optimizer, build_scheduler, check_optimizer, wrap_model
 from swiftcp.trainers.part_timer import PartTimer
-from swiftcp.trainers.setup import recompute_fields, recompute_tower, start_ranks
+from swiftcp.trainers.setup import recompute_fields, recompute_tower, stage_fields, start_ranks
 from swiftcp.trainers.step import Runner, Totals, train_step
 from swiftcp.trainers.synthetic import random_pack
 
@@ -104,10 +104,11 @@ def run(resolved: ResolvedConfig[BenchConfig]) -> None:
 
 @torch.no_grad()
 def fill_randomly(model: nn.Module) -> None:
-    """Normal matrices, gains of one, biases of zero, made on the device; the same on every rank, for all seed alike."""
+    """Normal matrices, gains of one, biases of zero, made on the device; the same on every rank of a stage, for all seed alike."""
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            parameter.normal_(0.0, INIT_STD)
+            tied = getattr(parameter, "shared_embedding", False)  # with a copy on another stage, which must equal it
+            parameter.normal_(0.0, INIT_STD, generator=torch.Generator(parameter.device).manual_seed(0) if tied else None)
         else:
             parameter.fill_(float(name.endswith("weight")))
 
@@ -123,22 +124,24 @@ def build(config: BenchConfig, mesh: Mesh) -> Bench:
     backend = select_backend(config.attention_backend)
     dtype = getattr(torch, str(config.torch_dtype))
     settings = transformer_config(
-        family, hf_config, mesh, dtype=dtype, backend=backend, cp_comm_type=config.cp_comm_type, **recompute_fields(config)
+        family, hf_config, mesh, dtype=dtype, backend=backend, cp_comm_type=config.cp_comm_type, **stage_fields(config), **recompute_fields(config)
     )
-    model = build_model(family, hf_config, settings, mesh, backend=backend)
+    chunks = build_chunks(family, hf_config, settings, mesh, backend=backend)
     if config.vit_gradient_checkpointing:
-        recompute_tower(model.visual)
-    fill_randomly(model)
-    freeze(model, family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)
+        recompute_tower(chunks)
+    for chunk in chunks:
+        fill_randomly(chunk)
+    freeze(chunks, family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)
     timer = PartTimer(mesh.device)
-    timer.attach(model)
-    ddp = wrap_model(model, mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
-    optimizer = build_optimizer(ddp, config, family)
+    for chunk in chunks:
+        timer.attach(chunk)
+    wrapped = wrap_model(chunks, mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
+    optimizer = build_optimizer(wrapped, config, family)
     seeds = [config.seed + 1000 * mesh.dp_rank + number for number in range(NUM_PACKS)]
     sizes = config.num_tokens, config.num_sequences, config.num_images, config.image_tokens
     packs = [random_pack(*sizes, family=family, hf_config=hf_config, geometry=geometry, seed=seed) for seed in seeds]
     return Bench(
-        runner=Runner(ddp, mesh, geometry, model.vocab_size),
+        runner=Runner(wrapped, mesh, geometry, chunks[0].vocab_size),
         optimizer=optimizer,
         scheduler=build_scheduler(optimizer, config, config.num_steps + config.num_warmup_steps + 1),
         batches=plan_ahead(itertools.cycle(packs), mesh, geometry),

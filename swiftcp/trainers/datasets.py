@@ -30,8 +30,12 @@ _SIGN_OF_LIFE_SECONDS = 60.0
 """The first rank tells the others that often that it is still at it: a collective that waits for long is given up."""
 
 
-def make_encoder(config: RunConfig, mode: Mode, source: Source) -> RowEncoder:
-    """Raises: ConfigError: media limits contradict each other, or the tokenizer is of no use."""
+def make_encoder(config: RunConfig, mode: Mode, source: Source, mesh: Mesh) -> RowEncoder:
+    """What makes samples; pipeline stages behind the first decode no media.
+
+    Raises:
+        ConfigError: media limits contradict each other, or the tokenizer is of no use.
+    """
     return RowEncoder(
         source.processor,
         partial(source.family.position_ids, source.hf_config),
@@ -39,6 +43,7 @@ def make_encoder(config: RunConfig, mode: Mode, source: Source) -> RowEncoder:
         max_length=config.max_length,
         truncation_strategy=config.truncation_strategy,
         limits=MediaLimits(**{field.name: getattr(config, field.name) for field in fields(MediaLimits)}),
+        decode_media=mesh.is_first_stage,
     )
 
 
@@ -106,6 +111,7 @@ def batch_layout(config: RunConfig, mesh: Mesh) -> BatchLayout:
         packing_length=config.packing_length if config.packing else None,
         pack_align=config.pack_align,
         full_packs=config.packing and mesh.device.type == "cuda",
+        batch_multiple=mesh.pp_size if mesh.num_chunks > 1 else 1,
     )
 
 

@@ -19,9 +19,11 @@ def evaluate(runner: Runner, batches: Iterator[Batch], num_micro_batches: int, *
         num_steps: global batches at most; None: all.
     """
     steps = itertools.islice(itertools.batched(batches, num_micro_batches), num_steps)
-    runner.model.eval()
+    for chunk in runner.chunks:
+        chunk.eval()
     found = [run_micro_batches(runner, iter(step), len(step), forward_only=True) for step in steps]
-    runner.model.train()
+    for chunk in runner.chunks:
+        chunk.train()
     return Totals(
         loss_sum=sum(totals.loss_sum for totals in found),
         labelled_tokens=sum(totals.labelled_tokens for totals in found),

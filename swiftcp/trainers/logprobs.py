@@ -8,9 +8,10 @@ Legend: T tokens of a micro-batch's full stream, L tokens of a sample.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,10 @@ from swiftcp.data.dataset import EncodedDataset
 from swiftcp.data.loader import BatchLayout
 from swiftcp.data.plan import Pack
 from swiftcp.data.workers import map_in_order
-from swiftcp.models.inputs import make_inputs
+from swiftcp.models.inputs import ModelInputs, make_inputs
 from swiftcp.parallel import cpu_shim
 from swiftcp.parallel.mesh import Mesh, stop
+from swiftcp.parallel.pipeline import run_schedule, sum_over_stages
 from swiftcp.trainers.datasets import batch_layout, make_encoder, open_dataset
 from swiftcp.trainers.setup import Source, load_model, load_source, start_ranks
 
@@ -46,9 +48,9 @@ def run(resolved: ResolvedConfig[LogprobsConfig]) -> None:
     mesh = start_ranks(config)
     with cpu_shim.cpu_mode():
         source = load_source(Path(config.model))
-        dataset = open_dataset(config.dataset, make_encoder(config, config.mode, source), config, mesh)
-        model = load_model(config, source, mesh).eval()
-        write_logprobs(Path(config.output), model, dataset, batch_layout(config, mesh), source, mesh, config.dataloader_num_workers or 0)
+        dataset = open_dataset(config.dataset, make_encoder(config, config.mode, source, mesh), config, mesh)
+        chunks = [chunk.eval() for chunk in load_model(config, source, mesh)]
+        write_logprobs(Path(config.output), chunks, dataset, batch_layout(config, mesh), source, mesh, config.dataloader_num_workers or 0)
     stop()
 
 
@@ -68,17 +70,29 @@ def _record(sample: Sample) -> dict[str, Any]:
     return {"row": sample.row, "input_ids": sample.input_ids_L.tolist(), "labels": sample.labels_L.tolist()}
 
 
-@torch.no_grad()
-def token_logprobs(model: nn.Module, batch: Batch, source: Source, mesh: Mesh) -> Tensor:
-    """Log-probability of the label of each token of the full stream, [T] float32 on the host; 0 where there is no label.
+def _forward_step(coming: Iterator[tuple[ModelInputs, Tensor]], chunk: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+    inputs, stream_T = next(coming)
 
-    Called on all ranks of a context-parallel group with the same batch; all get the whole.
+    def fill(losses_N: Tensor) -> tuple[Tensor, int, None]:
+        stream_T[inputs.label_positions_N.to(stream_T.device)] = -losses_N.float()
+        return losses_N.sum(), inputs.num_labels, None
+
+    return chunk(inputs), fill
+
+
+@torch.no_grad()
+def token_logprobs(chunks: Sequence[nn.Module], batches: Sequence[Batch], source: Source, mesh: Mesh) -> list[Tensor]:
+    """Log-probability of the label of each token of each full stream, [T] float32 on the host; 0 where there is no label.
+
+    Called on all ranks of a replica, its pipeline stages too, with the same micro-batches; all get the whole.
     """
-    inputs = make_inputs(batch, mesh, source.geometry)
-    stream_T = torch.zeros(batch.input_ids_BS.numel(), device=mesh.device)
-    stream_T[inputs.label_positions_N.to(mesh.device)] = -model(inputs).float()
-    dist.all_reduce(stream_T, group=mesh.cp_group)
-    return stream_T.cpu()
+    streams = [torch.zeros(batch.input_ids_BS.numel(), device=mesh.device) for batch in batches]
+    inputs = (make_inputs(batch, mesh, source.geometry) for batch in batches)
+    run_schedule(_forward_step, zip(inputs, streams, strict=True), chunks, mesh, len(batches), forward_only=True)
+    for stream_T in streams:
+        dist.all_reduce(stream_T, group=mesh.cp_group)
+        sum_over_stages(stream_T, mesh)
+    return [stream_T.cpu() for stream_T in streams]
 
 
 def sample_starts(batch: Batch) -> list[int]:
@@ -89,10 +103,10 @@ def sample_starts(batch: Batch) -> list[int]:
 
 
 def write_logprobs(
-    output: Path, model: nn.Module, dataset: EncodedDataset, layout: BatchLayout, source: Source, mesh: Mesh, num_workers: int
+    output: Path, chunks: Sequence[nn.Module], dataset: EncodedDataset, layout: BatchLayout, source: Source, mesh: Mesh, num_workers: int
 ) -> None:
     """Write one object a row, in the order of the rows. Called on all ranks."""
-    rows = logprob_rows(model, dataset, layout, source, mesh, num_workers=num_workers)
+    rows = logprob_rows(chunks, dataset, layout, source, mesh, num_workers=num_workers)
     if mesh.rank != 0:
         for _ in rows:
             pass
@@ -108,16 +122,21 @@ def write_logprobs(
 
 
 def logprob_rows(
-    model: nn.Module, dataset: EncodedDataset, layout: BatchLayout, source: Source, mesh: Mesh, *, num_workers: int = 0
+    chunks: Sequence[nn.Module], dataset: EncodedDataset, layout: BatchLayout, source: Source, mesh: Mesh, *, num_workers: int = 0
 ) -> Iterator[dict[str, Any]]:
     """The written object of each row, in the order of the rows, on the first rank; the others go along, and get none."""
     micro_batches = map_in_order(_EveryTokenLabelled(dataset, layout), layout.in_order(dataset.lengths), num_workers=num_workers)
-    for batch, records in micro_batches:
-        logprobs_T = token_logprobs(model, batch, source, mesh).tolist()
-        for record, start, length in zip(records, sample_starts(batch), batch.lengths, strict=True):
-            record["logprobs"] = [None, *logprobs_T[start : start + length - 1]]
-        if mesh.cp_rank != 0:
-            continue
+    for group in itertools.batched(micro_batches, mesh.pp_size):  # as many as there are stages to work at the same time
+        batches = [batch for batch, _ in group]
+        for (batch, records), logprobs_T in zip(group, token_logprobs(chunks, batches, source, mesh), strict=True):
+            for record, start, length in zip(records, sample_starts(batch), batch.lengths, strict=True):
+                record["logprobs"] = [None, *logprobs_T[start : start + length - 1].tolist()]
+            yield from _gathered(records, mesh)
+
+
+def _gathered(records: list[dict[str, Any]], mesh: Mesh) -> Iterator[dict[str, Any]]:
+    """The records of one micro-batch of each data-parallel rank, in order, on the first rank."""
+    if mesh.cp_rank == mesh.tp_rank == mesh.pp_rank == 0:
         gathered: list[Any] | None = [None] * mesh.dp_size if mesh.rank == 0 else None
         dist.gather_object(records, gathered, group_dst=0, group=mesh.dp_group)
         for rank_records in gathered or []:

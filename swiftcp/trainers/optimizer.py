@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -40,7 +40,7 @@ def _fuse_gradient_accumulation(model: MultimodalGPTModel) -> None:
             module.fuse_wgrad_accumulation = True
 
 
-def wrap_model(model: MultimodalGPTModel, mesh: Mesh, *, use_distributed_optimizer: bool) -> DistributedDataParallel:
+def wrap_model(chunks: Sequence[MultimodalGPTModel], mesh: Mesh, *, use_distributed_optimizer: bool) -> list[DistributedDataParallel]:
     """Sum gradients over all data- and context-parallel ranks, in float32.
 
     Call it when it is settled which parameters are trained: only those get a gradient buffer.
@@ -52,11 +52,15 @@ def wrap_model(model: MultimodalGPTModel, mesh: Mesh, *, use_distributed_optimiz
         use_distributed_optimizer=use_distributed_optimizer,
         average_in_collective=False,  # sums are divided once, by the count of labelled tokens
     )
-    ddp = DistributedDataParallel(model.config, ddp_config, model)
-    _fuse_gradient_accumulation(model)
-    model.config.finalize_model_grads_func = finalize_model_grads
-    model.config.no_sync_func = ddp.no_sync if on_cuda else None
-    return ddp
+    wrapped = [DistributedDataParallel(chunk.config, ddp_config, chunk) for chunk in chunks]
+    for chunk in chunks:
+        _fuse_gradient_accumulation(chunk)
+    config = chunks[0].config  # all chunks share it, and schedules read it
+    config.finalize_model_grads_func = finalize_model_grads
+    if on_cuda:
+        no_sync = [ddp.no_sync for ddp in wrapped]
+        config.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
+    return wrapped
 
 
 STATE_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.uint8}
@@ -74,7 +78,7 @@ def _part_rates(config: TrainConfig | BenchConfig, family: Family) -> dict[Param
     return {key(part): ParamGroupOverride(max_lr=lr) for part, lr in rates.items() if lr is not None and lr != config.lr}
 
 
-def build_optimizer(ddp: DistributedDataParallel, config: TrainConfig | BenchConfig, family: Family) -> MegatronOptimizer:
+def build_optimizer(chunks: Sequence[DistributedDataParallel], config: TrainConfig | BenchConfig, family: Family) -> MegatronOptimizer:
     """AdamW, in groups of parameters by peak learning rate and decay. bfloat16 weights have float32 masters.
 
     As usual in megatron-core, biases and whatever has one dim (norms) do not decay.
@@ -96,8 +100,8 @@ def build_optimizer(ddp: DistributedDataParallel, config: TrainConfig | BenchCon
         exp_avg_sq_dtype=STATE_TYPES[config.exp_avg_sq_dtype],
     )
     overrides = get_standard_config_overrides(settings) | _part_rates(config, family)
-    optimizer = get_megatron_optimizer(settings, [ddp], config_overrides=overrides, use_gloo_process_groups=False)
-    ddp.config.grad_scale_func = optimizer.scale_loss
+    optimizer = get_megatron_optimizer(settings, list(chunks), config_overrides=overrides, use_gloo_process_groups=False)
+    chunks[0].config.grad_scale_func = optimizer.scale_loss
     if config.use_precision_aware_optimizer:
         _load_remainders_as_integers(optimizer)
     return optimizer

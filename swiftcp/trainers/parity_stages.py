@@ -11,15 +11,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 
 from swiftcp.checkpoint.durable import write_text
 from swiftcp.config.concerns import ParityConfig
 from swiftcp.data.batch import Batch
 from swiftcp.data.dataset import EncodedDataset
 from swiftcp.data.loader import batches_in_order
+from swiftcp.models.mm_gpt_model import named_parameters
 from swiftcp.parallel import cpu_shim
 from swiftcp.parallel import mesh as ranks_mesh
 from swiftcp.parallel.mesh import Mesh
@@ -40,21 +42,25 @@ def _oracle_stage(config: ParityConfig, dataset: EncodedDataset, source: Source,
 
 
 def _gradients(runner: Runner, batches: Sequence[Batch]) -> tuple[Any, dict[str, Any]]:
-    """The totals of one global batch, and a sketch of each reduced gradient."""
-    runner.model.zero_grad_buffer()
+    """The totals of one global batch, and a sketch of each reduced gradient of all pipeline stages."""
+    for chunk in runner.chunks:
+        chunk.zero_grad_buffer()
     totals = run_micro_batches(runner, iter(batches), len(batches))
-    named = runner.model.module.named_parameters()
-    return totals, {name: asdict(sketch(name, parameter.main_grad)) for name, parameter in named if parameter.requires_grad}
+    named = [(name, cast(Any, parameter)) for chunk in runner.chunks for name, parameter in named_parameters(chunk)]
+    own = {name: asdict(sketch(name, parameter.main_grad)) for name, parameter in named if parameter.requires_grad}
+    of_stages: list[Any] = [None] * runner.mesh.pp_size
+    dist.all_gather_object(of_stages, own, group=runner.mesh.pp_group)
+    return totals, {name: one for stage in of_stages for name, one in stage.items()}
 
 
 def _layout_stage(config: ParityConfig, dataset: EncodedDataset, source: Source, mesh: Mesh) -> dict[str, Any]:
     """All rows as one global batch of training under the configuration's layout and packing."""
     layout = batch_layout(config, mesh)
-    model = load_model(config, source, mesh)
-    rows = logprob_rows(model.eval(), dataset, layout, source, mesh)
+    chunks = load_model(config, source, mesh)
+    rows = logprob_rows([chunk.eval() for chunk in chunks], dataset, layout, source, mesh)
     logprobs = [row["logprobs"][1:] for row in rows]
-    ddp = wrap_model(model.train(), mesh, use_distributed_optimizer=False)
-    runner = Runner(ddp, mesh, source.geometry, source.family.vocab_size(source.hf_config))
+    wrapped = wrap_model([chunk.train() for chunk in chunks], mesh, use_distributed_optimizer=False)
+    runner = Runner(wrapped, mesh, source.geometry, source.family.vocab_size(source.hf_config))
     totals, sketches = _gradients(runner, list(batches_in_order(dataset, layout)))
     packed = f"packs of {config.packing_length}" if config.packing else "padded rows"
     return {
@@ -73,7 +79,7 @@ def run_stage(task: dict[str, Any]) -> None:
     mesh = start_ranks(config)
     with cpu_shim.cpu_mode():
         source = load_source(Path(config.model))
-        dataset = open_dataset(config.dataset, make_encoder(config, config.mode, source), config, mesh)
+        dataset = open_dataset(config.dataset, make_encoder(config, config.mode, source, mesh), config, mesh)
         stage = _oracle_stage if task["stage"] == "transformers" else _layout_stage
         result = stage(config, dataset, source, mesh)
     if mesh.rank == 0:

@@ -48,11 +48,13 @@ class PartTimer:
         return {part: totals[part] for part in PARTS}
 
     def attach(self, model: Any) -> None:
-        """Set marks in every step of a `MultimodalGPTModel` from now on."""
+        """Set marks in every step of a `MultimodalGPTModel`, or of a chunk of it, from now on. What a pipeline stage waits for another
+        counts to the part that follows."""
         decoder: nn.Module = model.language_model.decoder
         model.register_forward_pre_hook(self._marker("inputs"))
-        model.visual.register_forward_pre_hook(self._marker("decoder"))
-        model.visual.register_forward_hook(self._marker("tower"))
+        if model.visual is not None:
+            model.visual.register_forward_pre_hook(self._marker("decoder"))
+            model.visual.register_forward_hook(self._marker("tower"))
         decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True)
         decoder.register_forward_hook(self._behind_decoder)
         model.register_forward_hook(self._marker("loss"))
@@ -61,8 +63,8 @@ class PartTimer:
         return lambda *_: self.mark(part)
 
     def _before_decoder(self, _: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        hidden: Tensor = named["hidden_states"]
-        if hidden.requires_grad:
+        hidden: Tensor | None = named["hidden_states"]
+        if hidden is not None and hidden.requires_grad:
             hidden.register_hook(self._behind_decoder_backward)
 
     def _behind_decoder(self, _: nn.Module, arguments: tuple[Any, ...], hidden: Tensor) -> None:

@@ -31,8 +31,10 @@ def _std(name: str, hf_config: Any) -> float:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, table: NameTable, hf_config: Any, seed: int, *, tp_rank: int = 0, tp_size: int = 1) -> None:
-    """Fill all of the model; no more than one tensor of the host's memory at a time."""
+def initialize(
+    model: nn.Module | Sequence[nn.Module], table: NameTable, hf_config: Any, seed: int, *, tp_rank: int = 0, tp_size: int = 1
+) -> None:
+    """Fill all of the model, or of a pipeline stage's chunks; no more than one tensor of the host's memory at a time."""
     targets = model_tensors(model)
     for target, rule in table.pair(list(targets)).items():
         shape = rule.whole_shape(targets[target].shape, tp_size)

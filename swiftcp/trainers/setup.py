@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core import tensor_parallel
 
 from swiftcp.checkpoint.hf_reader import load_hf_folder
 from swiftcp.config.bench import BenchConfig
-from swiftcp.config.concerns import LogprobsConfig, ParityConfig, RecomputeConfig, TrainConfig
+from swiftcp.config.concerns import LogprobsConfig, ParallelConfig, ParityConfig, RecomputeConfig, TrainConfig
 from swiftcp.errors import ConfigError
-from swiftcp.models.build import build_model, transformer_config
+from swiftcp.models.build import build_chunks, transformer_config
 from swiftcp.models.family import Family
 from swiftcp.models.mm_gpt_model import MultimodalGPTModel
 from swiftcp.models.registry import family_of
@@ -90,10 +91,11 @@ def load_source(folder: Path) -> Source:
     return Source(folder, family, hf_config, processor, family.tower_geometry(hf_config))
 
 
-def recompute_tower(tower: Any) -> None:
-    """Compute the layers of a tower of `transformers` again in the backward pass."""
-    tower.main_input_name = "hidden_states"  # transformers 5 takes it for a text model, and warns that it has no token embeddings
-    tower.gradient_checkpointing_enable({"use_reentrant": False})
+def recompute_tower(chunks: Sequence[MultimodalGPTModel]) -> None:
+    """Compute the layers of a tower of `transformers` again in the backward pass, in the chunk that has it."""
+    for tower in (cast(Any, chunk.visual) for chunk in chunks if chunk.visual is not None):
+        tower.main_input_name = "hidden_states"  # transformers 5 takes it for a text model, and warns that it has no token embeddings
+        tower.gradient_checkpointing_enable({"use_reentrant": False})
 
 
 def recompute_fields(config: RecomputeConfig) -> dict[str, Any]:
@@ -109,8 +111,18 @@ def recompute_fields(config: RecomputeConfig) -> dict[str, Any]:
     }
 
 
-def load_model(config: RunConfig, source: Source, mesh: Mesh, *, checkpointed_tower: bool = False, **recompute: Any) -> MultimodalGPTModel:
-    """The model with the folder's weights, or with random ones where `init_from_config` says so.
+def stage_fields(config: ParallelConfig) -> dict[str, Any]:
+    """megatron-core's names for pipeline stages of another number of layers."""
+    return {
+        "num_layers_in_first_pipeline_stage": config.decoder_first_pipeline_num_layers,
+        "num_layers_in_last_pipeline_stage": config.decoder_last_pipeline_num_layers,
+    }
+
+
+def load_model(
+    config: RunConfig, source: Source, mesh: Mesh, *, checkpointed_tower: bool = False, **recompute: Any
+) -> list[MultimodalGPTModel]:
+    """The model with the folder's weights, or with random ones where `init_from_config` says so: the chunks of this pipeline stage.
 
     Args:
         checkpointed_tower: compute the tower's layers again in the backward pass.
@@ -123,14 +135,21 @@ def load_model(config: RunConfig, source: Source, mesh: Mesh, *, checkpointed_to
     backend = select_backend(config.attention_backend)
     dtype = getattr(torch, str(config.torch_dtype))
     settings = transformer_config(
-        source.family, source.hf_config, mesh, dtype=dtype, backend=backend, cp_comm_type=config.cp_comm_type, **recompute
+        source.family,
+        source.hf_config,
+        mesh,
+        dtype=dtype,
+        backend=backend,
+        cp_comm_type=config.cp_comm_type,
+        **stage_fields(config),
+        **recompute,
     )
-    model = build_model(source.family, source.hf_config, settings, mesh, backend=backend)
+    chunks = build_chunks(source.family, source.hf_config, settings, mesh, backend=backend)
     if checkpointed_tower:
-        recompute_tower(model.visual)
+        recompute_tower(chunks)
     table = source.family.name_table(source.hf_config)
     if config.init_from_config:
-        initialize(model, table, source.hf_config, config.seed)
+        initialize(chunks, table, source.hf_config, config.seed)
     else:
-        load_hf_folder(model, source.folder, table)
-    return model
+        load_hf_folder(chunks, source.folder, table)
+    return chunks

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -26,9 +28,10 @@ from swiftcp.data.loader import BatchStream, batches_in_order
 from swiftcp.data.plan import StepPlan
 from swiftcp.errors import PreemptedError, TrainingError
 from swiftcp.models.build import freeze
-from swiftcp.models.mm_gpt_model import MultimodalGPTModel
+from swiftcp.models.mm_gpt_model import MultimodalGPTModel, named_parameters
 from swiftcp.parallel import cpu_shim
 from swiftcp.parallel.mesh import Mesh, stop
+from swiftcp.parallel.pipeline import sum_over_stages
 from swiftcp.trainers.ahead import plan_ahead
 from swiftcp.trainers.datasets import batch_layout, make_encoder, open_dataset, write_bad_rows
 from swiftcp.trainers.evaluation import evaluate
@@ -108,7 +111,7 @@ def train(resolved: ResolvedConfig[TrainConfig], mode: Mode) -> None:
         if config.save_safetensors:
             table = source.family.name_table(source.hf_config)
             output = run.output_dir / "hf"
-            export_hf_folder(run.runner.model, source.folder, output, table, tp_rank=mesh.tp_rank, tp_size=mesh.tp_size)
+            export_hf_folder(run.runner.chunks, source.folder, output, table, tp_rank=mesh.tp_rank, tp_size=mesh.tp_size)
     stop()
 
 
@@ -119,7 +122,7 @@ def load_data(config: TrainConfig, mode: Mode, source: Source, mesh: Mesh) -> Da
         DataError: rows are bad, a data set cannot be read, or nothing of the training rows is trained.
         TrainingError: ranks read different rows.
     """
-    encoder = make_encoder(config, mode, source)
+    encoder = make_encoder(config, mode, source, mesh)
     training, validation = open_dataset(config.dataset, encoder, config, mesh), None
     if config.val_dataset:
         validation = open_dataset(config.val_dataset, encoder, config, mesh)
@@ -153,33 +156,35 @@ def build_run(config: TrainConfig, source: Source, data: Data, mesh: Mesh) -> Ru
     Raises:
         WeightsError: the folder does not hold exactly the model's weights.
     """
-    model = load_model(config, source, mesh, checkpointed_tower=config.vit_gradient_checkpointing, **recompute_fields(config))
-    freeze(model, source.family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)
-    log_parameters(model)
-    ddp = wrap_model(model, mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
-    optimizer = build_optimizer(ddp, config, source.family)
+    chunks = load_model(config, source, mesh, checkpointed_tower=config.vit_gradient_checkpointing, **recompute_fields(config))
+    freeze(chunks, source.family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)
+    log_parameters(chunks, mesh)
+    wrapped = wrap_model(chunks, mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
+    optimizer = build_optimizer(wrapped, config, source.family)
     return Run(
         config=config,
         mesh=mesh,
         source=source,
         data=data,
-        runner=Runner(ddp, mesh, source.geometry, model.vocab_size),
+        runner=Runner(wrapped, mesh, source.geometry, chunks[0].vocab_size),
         optimizer=optimizer,
         scheduler=build_scheduler(optimizer, config, data.plan.num_steps),
     )
 
 
-def log_parameters(model: MultimodalGPTModel) -> None:
-    counts = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    trained = sum(count for count, is_trained in counts if is_trained)
-    logger.info("%s of %s parameters are trained", f"{trained:,}", f"{sum(count for count, _ in counts):,}")
+def log_parameters(chunks: Sequence[MultimodalGPTModel], mesh: Mesh) -> None:
+    """How many parameters the model has, and how many are trained, over all pipeline stages."""
+    parameters = [parameter for chunk in chunks for _, parameter in named_parameters(chunk)]
+    counts = torch.tensor([sum(p.numel() for p in parameters if p.requires_grad or every) for every in (False, True)], device=mesh.device)
+    trained, total = sum_over_stages(counts, mesh).tolist()
+    logger.info("%s of %s parameters are trained", f"{trained:,}", f"{total:,}")
 
 
 def restore(run: Run, checkpoint: Path, recipe: dict[str, Any]) -> RunState:
     """Put weights, optimizer, schedule and random states back to where they were saved."""
     return load_checkpoint(
         checkpoint,
-        [run.runner.model],
+        run.runner.chunks,
         run.optimizer,
         run.scheduler,
         dp_cp_group=run.mesh.dp_cp_group,
@@ -284,7 +289,7 @@ def save_if_due(run: Run, state: RunState, request: StopRequest) -> None:
     if stopped or is_due(state.step, run.config.save_steps, num_steps):
         save_checkpoint(
             run.output_dir,
-            [run.runner.model],
+            run.runner.chunks,
             run.optimizer,
             run.scheduler,
             state,

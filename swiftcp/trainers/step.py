@@ -20,14 +20,16 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from swiftcp.checkpoint.together import gather_all
 from swiftcp.data.batch import Batch
 from swiftcp.errors import SwiftcpError, TrainingError
+from swiftcp.models.inputs import ModelInputs
+from swiftcp.models.mm_gpt_model import named_parameters
 from swiftcp.models.towers import TowerGeometry
 from swiftcp.parallel.mesh import Mesh
+from swiftcp.parallel.pipeline import run_schedule, sum_over_stages
 from swiftcp.trainers.ahead import PlannedBatch, send
 from swiftcp.trainers.flops import training_flops
 
@@ -61,12 +63,15 @@ class Totals:
 class Runner:
     """The wrapped model and what a micro-batch needs on its way into it."""
 
-    model: DistributedDataParallel
+    chunks: list[DistributedDataParallel]
+    """Of this rank's pipeline stage: one, or as many as it has virtual stages."""
     mesh: Mesh
     geometry: TowerGeometry | None
     vocab_size: int
 
 
+NUM_EXTENTS = 3
+"""See `_extent`."""
 Report = tuple[Tensor, tuple[float, ...]]
 """Of one micro-batch on one rank: the loss sum, which is still on the device, and counts, which are on the host."""
 
@@ -85,20 +90,31 @@ def _extent(runner: Runner, batch: Batch) -> tuple[float, float, float]:
     """Real tokens, padded tokens and model FLOPs of a micro-batch; counted on one rank of those that share it."""
     if runner.mesh.cp_rank != 0:
         return 0.0, 0.0, 0.0
-    flops = training_flops(runner.model.config, runner.geometry, runner.vocab_size, batch)
+    flops = training_flops(runner.chunks[0].config, runner.geometry, runner.vocab_size, batch)
     return sum(batch.lengths), batch.padding_mask_BS.numel(), flops
 
 
-def _forward_step(runner: Runner, batches: Iterator[Batch | PlannedBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+def _sent(runner: Runner, batches: Iterator[Batch | PlannedBatch]) -> Iterator[tuple[Batch, ModelInputs]]:
+    """Each micro-batch, and this rank's part of it on its device."""
     rows: tuple[int, ...] = ()
     try:
-        coming = next(batches)
-        rows = coming.rows
-        batch, inputs = send(coming, runner.mesh, runner.geometry)
-        losses_N = model(inputs)
+        for coming in batches:
+            rows = coming.rows
+            yield send(coming, runner.mesh, runner.geometry)
+            rows = ()
     except Exception as error:
         raise _failure(error, runner.mesh.rank, rows) from error
-    return losses_N, partial(weighted_loss, weights_N=inputs.weights_N, extent=_extent(runner, batch))
+
+
+def _forward_step(
+    runner: Runner, batches: Iterator[tuple[Batch, ModelInputs]], model: torch.nn.Module
+) -> tuple[Tensor, Callable[..., Any]]:
+    batch, inputs = next(batches)
+    try:
+        output = model(inputs)
+    except Exception as error:
+        raise _failure(error, runner.mesh.rank, batch.rows) from error
+    return output, partial(weighted_loss, weights_N=inputs.weights_N, extent=_extent(runner, batch))
 
 
 def _failure(error: Exception, rank: int, rows: Sequence[int]) -> TrainingError:
@@ -115,18 +131,17 @@ def run_micro_batches(
 ) -> Totals:
     """Forward (and backward) over this data-parallel rank's next micro-batches; gradients end up reduced and divided.
 
-    Every rank must call it with the same `num_micro_batches`, and the ranks of a context-parallel group with the same batches.
+    Every rank must call it with the same `num_micro_batches`, and all ranks of a replica (its pipeline stages too) with the same batches.
 
     Raises:
         TrainingError: a micro-batch failed on this rank; names its rows.
     """
-    reports = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, runner),
-        data_iterator=batches,
-        model=[runner.model],
-        num_microbatches=num_micro_batches,
-        seq_length=0,  # a schedule without pipeline stages reads neither
-        micro_batch_size=1,
+    reports = run_schedule(
+        partial(_forward_step, runner),
+        _sent(runner, batches),
+        runner.chunks,
+        runner.mesh,
+        num_micro_batches,
         forward_only=forward_only,
     )
     loss_sum, labelled, tokens, padded, flops = _sum_over_ranks(reports, runner.mesh)
@@ -134,20 +149,23 @@ def run_micro_batches(
 
 
 def _sum_over_ranks(reports: Sequence[Report], mesh: Mesh) -> list[float]:
-    """The loss sum, then each count."""
-    loss_sums, counts = zip(*reports, strict=True)
-    summed_counts = torch.tensor([sum(of_batches) for of_batches in zip(*counts, strict=True)], dtype=torch.float64)
-    totals = torch.cat([torch.stack(loss_sums).double().sum().view(1), summed_counts.to(mesh.device, non_blocking=True)])
+    """The loss sum, then each count. The last pipeline stage has the reports."""
+    if mesh.is_last_stage:
+        loss_sums, counts = zip(*reports, strict=True)
+        summed_counts = torch.tensor([sum(of_batches) for of_batches in zip(*counts, strict=True)], dtype=torch.float64)
+        totals = torch.cat([torch.stack(loss_sums).double().sum().view(1), summed_counts.to(mesh.device, non_blocking=True)])
+    else:
+        totals = torch.zeros(2 + NUM_EXTENTS, dtype=torch.float64, device=mesh.device)
     dist.all_reduce(totals, group=mesh.dp_cp_group)
-    return totals.tolist()
+    return sum_over_stages(totals, mesh).tolist()
 
 
-def _bad_gradient(model: torch.nn.Module) -> str:
+def _bad_gradient(runner: Runner) -> str:
     """The first parameter whose reduced gradient is not finite. Called on all ranks, for each may hold a part of the gradients."""
-    trained = [(name, cast(Any, parameter)) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    first = next((index for index, (_, parameter) in enumerate(trained) if not parameter.main_grad.isfinite().all()), len(trained))
-    first = min(gather_all(first))
-    return trained[first][0].removeprefix("module.") if first < len(trained) else "none, but their norm overflows"
+    trained = [(name, parameter) for chunk in runner.chunks for name, parameter in named_parameters(chunk) if parameter.requires_grad]
+    bad = [index for index, (_, parameter) in enumerate(trained) if not cast(Any, parameter).main_grad.isfinite().all()]
+    found = gather_all((runner.mesh.pp_rank, bad[0], trained[bad[0]][0]) if bad else None)
+    return min(filter(None, found), default=(0, 0, "none, but their norm overflows"))[-1]
 
 
 def optimizer_step(runner: Runner, optimizer: Any, scheduler: Any) -> float:
@@ -162,7 +180,7 @@ def optimizer_step(runner: Runner, optimizer: Any, scheduler: Any) -> float:
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if not math.isfinite(grad_norm):
-        bad_gradient = _bad_gradient(runner.model)
+        bad_gradient = _bad_gradient(runner)
         if runner.mesh.rank == 0:
             logger.warning("gradient norm %s: step skipped; first parameter that is not finite: %s", grad_norm, bad_gradient)
         return grad_norm
@@ -186,7 +204,8 @@ def train_step(
     Returns:
         The totals over all ranks, and the gradient's norm before clipping.
     """
-    runner.model.zero_grad_buffer()
+    for chunk in runner.chunks:
+        chunk.zero_grad_buffer()
     optimizer.zero_grad()
     totals = run_micro_batches(runner, batches, num_micro_batches)
     return totals, optimizer_step(runner, optimizer, scheduler)

@@ -66,7 +66,7 @@ def _with_two_learning_rates(training: Training, config: Any) -> None:
 
     settings = OptimizerConfig(optimizer="adam", lr=config.lr, min_lr=0.0, weight_decay=config.weight_decay, clip_grad=1.0)
     overrides = {ParamKey(name="*visual*"): {"max_lr": VIT_LR, "min_lr": 0.0}}
-    training.optimizer = get_megatron_optimizer(settings, [training.ddp], config_overrides=overrides, use_gloo_process_groups=False)
+    training.optimizer = get_megatron_optimizer(settings, training.wrapped, config_overrides=overrides, use_gloo_process_groups=False)
     training.scheduler = build_scheduler(training.optimizer, config, train_iters=10)
 
 
@@ -102,7 +102,7 @@ def run(folder: Path, output_dir: Path, until: int, recipe: Recipe) -> list[Reco
 
     with cpu_mode():
         training = _start(folder, recipe)
-        parts = ([training.ddp], training.optimizer, training.scheduler)
+        parts = (training.wrapped, training.optimizer, training.scheduler)
         group = training.mesh.dp_cp_group
         latest = find_latest(output_dir)
         first = 0

@@ -59,12 +59,18 @@ class Training:
 
         self.mesh = start_ranks(config)
         self.source = load_source(Path(config.model))
-        self.model = load_model(config, self.source, self.mesh, checkpointed_tower=config.vit_gradient_checkpointing, **recompute)
-        freeze(self.model, self.source.family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)
-        self.ddp = wrap_model(self.model, self.mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
-        self.runner = Runner(self.ddp, self.mesh, self.source.geometry, self.model.vocab_size)
-        self.optimizer = build_optimizer(self.ddp, config, self.source.family)
+        self.chunks = load_model(config, self.source, self.mesh, checkpointed_tower=config.vit_gradient_checkpointing, **recompute)
+        freeze(self.chunks, self.source.family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)
+        self.wrapped = wrap_model(self.chunks, self.mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
+        self.runner = Runner(self.wrapped, self.mesh, self.source.geometry, self.chunks[0].vocab_size)
+        self.optimizer = build_optimizer(self.wrapped, config, self.source.family)
         self.scheduler = build_scheduler(self.optimizer, config, train_iters=10)
+
+    @property
+    def model(self) -> Any:
+        """The whole model, where a rank has it."""
+        (model,) = self.chunks
+        return model
 
     def share(self, packs: Sequence[Pack]) -> Iterator[Batch]:
         """This data-parallel rank's micro-batches of a global batch."""
@@ -80,7 +86,8 @@ class Training:
         """Reduced gradients of the mean loss of a global batch, by parameter name."""
         from swiftcp.trainers.step import run_micro_batches
 
-        self.ddp.zero_grad_buffer()
+        for chunk in self.wrapped:
+            chunk.zero_grad_buffer()
         run_micro_batches(self.runner, self.share(packs), len(packs) // self.mesh.dp_size)
         return {name: p.main_grad.clone() for name, p in self.model.named_parameters() if p.requires_grad}
 
