@@ -36,7 +36,10 @@ class BatchLayout:
         return packs_of_rank(packs, dp_rank=self.dp_rank, dp_size=self.dp_size, micro_batch_size=self.micro_batch_size)
 
     def in_order(self, lengths: Sequence[int]) -> list[tuple[Pack, ...]]:
-        """This rank's micro-batches of all rows once, in order; equally many on every rank, a multiple of `batch_multiple`; the last may be fillers."""
+        """This rank's micro-batches of all rows once, in order.
+
+        Every rank gets equally many, a multiple of `batch_multiple`; the last may be fillers.
+        """
         packs = plan_in_order(lengths, packing_length=self.packing_length, pack_align=self.pack_align)
         packs += [FILLER] * (-len(packs) % (self.dp_size * self.micro_batch_size * self.batch_multiple))
         return self.of_rank(packs)

@@ -120,7 +120,11 @@ def plan_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> Mod
     packed = None
     if batch.cu_seqlens is not None:
         packed = PackedStream(batch.cu_seqlens, tuple(batch.cu_seqlens.tolist()), batch.max_seqlen)
-    work = None if geometry is None or not mesh.is_first_stage else plan_tower_work(batch.visual, geometry, num_ranks=mesh.cp_size, rank=mesh.cp_rank)
+    work = (
+        None
+        if geometry is None or not mesh.is_first_stage
+        else plan_tower_work(batch.visual, geometry, num_ranks=mesh.cp_size, rank=mesh.cp_rank)
+    )
     return ModelInputs(
         input_ids_BT=batch.input_ids_BS,
         cu_seqlens=None if packed is None else packed.cu_seqlens_q,

@@ -63,7 +63,7 @@ MARKER_TOKENS = (
 """One token each, but part of the text: `skip_special_tokens` keeps them."""
 
 
-def write_tiny(family: str, folder: Path, seed: int = 0, *, tie_word_embeddings: bool = False) -> None:
+def write_tiny(family: str, folder: Path, seed: int = 0, *, tie_word_embeddings: bool = False, num_layers: int = 4) -> None:
     """Write a tiny checkpoint of `family` into `folder`: config, weights (float32), tokenizer, chat template, processors.
 
     Raises:
@@ -77,7 +77,7 @@ def write_tiny(family: str, folder: Path, seed: int = 0, *, tie_word_embeddings:
     if _holds_another_model(folder):
         raise ConfigError(f"tiny: {folder} holds a model that is not a tiny one, which would be replaced: name another folder")
     tokenizer = _train_tokenizer()
-    model, processor = _BUILDERS[family](tokenizer, tie_word_embeddings)
+    model, processor = _BUILDERS[family](tokenizer, tie_word_embeddings, num_layers)
     _randomize(model, seed)
     model.generation_config = _generation_config(tokenizer)
     with _no_progress_bars():
@@ -187,8 +187,8 @@ def _qwen3_vl_processor(tokenizer: TokenizersBackend) -> ProcessorMixin:
     )
 
 
-def _build_qwen3_vl(tokenizer: TokenizersBackend, tie_word_embeddings: bool) -> tuple[PreTrainedModel, ProcessorMixin]:
-    """4 decoder layers, 2 deepstack levels (so that 2 pipeline stages can hold them), a tower of 3 blocks."""
+def _build_qwen3_vl(tokenizer: TokenizersBackend, tie_word_embeddings: bool, num_layers: int) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """2 deepstack levels (so that 2 pipeline stages of 4 decoder layers can hold them), a tower of 3 blocks."""
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
@@ -196,7 +196,7 @@ def _build_qwen3_vl(tokenizer: TokenizersBackend, tie_word_embeddings: bool) -> 
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=192,
-        num_hidden_layers=4,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         head_dim=16,
@@ -223,4 +223,4 @@ def _build_qwen3_vl(tokenizer: TokenizersBackend, tie_word_embeddings: bool) -> 
     return model, _qwen3_vl_processor(tokenizer)
 
 
-_BUILDERS: dict[str, Callable[[TokenizersBackend, bool], tuple[PreTrainedModel, ProcessorMixin]]] = {"qwen3_vl": _build_qwen3_vl}
+_BUILDERS: dict[str, Callable[[TokenizersBackend, bool, int], tuple[PreTrainedModel, ProcessorMixin]]] = {"qwen3_vl": _build_qwen3_vl}

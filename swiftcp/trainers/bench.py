@@ -124,7 +124,14 @@ def build(config: BenchConfig, mesh: Mesh) -> Bench:
     backend = select_backend(config.attention_backend)
     dtype = getattr(torch, str(config.torch_dtype))
     settings = transformer_config(
-        family, hf_config, mesh, dtype=dtype, backend=backend, cp_comm_type=config.cp_comm_type, **stage_fields(config), **recompute_fields(config)
+        family,
+        hf_config,
+        mesh,
+        dtype=dtype,
+        backend=backend,
+        cp_comm_type=config.cp_comm_type,
+        **stage_fields(config),
+        **recompute_fields(config),
     )
     chunks = build_chunks(family, hf_config, settings, mesh, backend=backend)
     if config.vit_gradient_checkpointing:
