@@ -63,6 +63,10 @@ class Rule(ABC):
         starts = [rank * of_first if of_own else 0 for of_first, of_own in zip(first, own, strict=True)]
         return [(*[slice(None)] * dim, slice(start, start + length)) for start, length in zip(starts, own, strict=True)]
 
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """The whole parameter out of what each tensor-parallel rank holds; the inverse of `shard`."""
+        return shards[0] if self.parallel_dim is None else torch.cat(list(shards), self.parallel_dim)
+
     def in_layer(self, layer: int) -> Self:
         """The same rule for one decoder layer."""
 
@@ -128,6 +132,9 @@ class GateUp(Rule):
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
         return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return torch.cat([half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves])
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from swiftcp.checkpoint.name_table import NameTable
 from swiftcp.errors import CheckpointError
 
 
@@ -28,6 +31,20 @@ def gather_all(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def whole_tensors(tensors: Mapping[str, Tensor], table: NameTable, tp_group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
+    """(name in the checkpoint, tensor) out of what each tensor-parallel rank holds of parameters, or of their gradients.
+
+    On all ranks of the group, which call it together; one parameter is whole at a time.
+    """
+    for target, rule in table.pair(list(tensors)).items():
+        tensor = tensors[target].detach().contiguous()
+        if rule.parallel_dim is not None and tp_group.size() > 1:
+            shards = [torch.empty_like(tensor) for _ in range(tp_group.size())]
+            dist.all_gather(shards, tensor, group=tp_group)
+            tensor = rule.unshard(shards)
+        yield from zip(rule.sources, rule.separate(tensor), strict=True)
 
 
 def from_first_rank(value: Any) -> Any:

@@ -24,7 +24,6 @@ VALUE_ADVICE: dict[tuple[str, str], str] = {
     ("attention_backend", "unfused"): "set torch",
     ("attention_backend", "local"): "set torch",
     ("cp_comm_type", "allgather"): "set all_gather",
-    ("cp_comm_type", "a2a+p2p"): "not supported yet: set p2p or a2a",
     ("truncation_strategy", "left"): "not supported yet, for it cuts media: set delete, or a larger max_length",
     ("truncation_strategy", "right"): "not supported yet, for it cuts media: set delete, or a larger max_length",
     ("truncation_strategy", "split"): "not supported yet, for it cuts media: set delete, or a larger max_length",

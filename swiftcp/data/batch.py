@@ -8,6 +8,7 @@ All tensors are on the host.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -118,18 +119,20 @@ def _place(samples: Sequence[Sample], shape: tuple[int, int], offsets: Sequence[
     )
 
 
-def collate_pack(samples: Sequence[Sample], *, pack_align: int, pad_token_id: int, total_length: int | None = None) -> Batch:
+def collate_pack(
+    samples: Sequence[Sample], *, pack_align: int, pad_token_id: int, total_length: int | None = None, length_multiple: int = 1
+) -> Batch:
     """One packed micro-batch: each sample padded to a multiple of `pack_align`, one after the other.
 
-    `total_length` pads the pack's end up to that many tokens, as one more sequence without labels. Without samples the micro-batch
-    is a filler: `total_length` tokens of padding, or `pack_align`.
+    The pack's end is padded up to `total_length` tokens, or else to a multiple of `length_multiple`, as one more sequence without labels.
+    Without samples the micro-batch is a filler: `total_length` tokens of padding, or the least that divides.
 
     Raises:
         ValueError: the samples do not fit `total_length`, or it is no multiple of `pack_align`.
     """
     padded = [_round_up(len(s), pack_align) for s in samples]
     offsets = list(itertools.accumulate(padded, initial=0))[:-1]
-    total_length = total_length or sum(padded) or pack_align
+    total_length = total_length or _round_up(sum(padded) or 1, math.lcm(pack_align, length_multiple))
     rest = total_length - sum(padded)
     if rest < 0 or rest % pack_align:
         raise ValueError(
@@ -148,12 +151,14 @@ def collate_pack(samples: Sequence[Sample], *, pack_align: int, pad_token_id: in
     )
 
 
-def collate_rows(samples: Sequence[Sample], *, pack_align: int, pad_token_id: int, num_rows: int | None = None) -> Batch:
-    """One padded micro-batch: a row a sample, all padded to the longest, rounded up to `pack_align`.
+def collate_rows(
+    samples: Sequence[Sample], *, pack_align: int, pad_token_id: int, num_rows: int | None = None, length_multiple: int = 1
+) -> Batch:
+    """One padded micro-batch: a row a sample, all padded to the longest, rounded up to multiples of `pack_align` and `length_multiple`.
 
     `num_rows` adds rows of padding up to that many; without samples all of them, or one, are a filler.
     """
-    num_tokens = _round_up(max((len(s) for s in samples), default=1), pack_align)
+    num_tokens = _round_up(max((len(s) for s in samples), default=1), math.lcm(pack_align, length_multiple))
     num_rows = num_rows or len(samples) or 1
     offsets = [i * num_tokens for i in range(len(samples))]
     return Batch(

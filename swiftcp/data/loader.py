@@ -30,6 +30,8 @@ class BatchLayout:
     """Pad every pack to `packing_length`, so that shapes never vary."""
     batch_multiple: int = 1
     """Of a rank's micro-batches: interleaved pipeline stages take them in groups as large as the pipeline is long."""
+    length_multiple: int = 1
+    """Tokens of a pack, or of each padded row, are a multiple of it: what the layout needs beyond `pack_align`, padded at the end."""
 
     def of_rank(self, packs: list[Pack]) -> list[tuple[Pack, ...]]:
         """This rank's micro-batches of a step."""
@@ -46,10 +48,11 @@ class BatchLayout:
 
     def collate(self, samples: Sequence[Sample], pad_token_id: int) -> Batch:
         """The samples of one micro-batch."""
+        padding = dict(pack_align=self.pack_align, pad_token_id=pad_token_id, length_multiple=self.length_multiple)
         if self.packing_length is None:
-            return collate_rows(samples, pack_align=self.pack_align, pad_token_id=pad_token_id, num_rows=self.micro_batch_size)
+            return collate_rows(samples, num_rows=self.micro_batch_size, **padding)
         total = self.micro_batch_size * self.packing_length if self.full_packs else None
-        return collate_pack(samples, pack_align=self.pack_align, pad_token_id=pad_token_id, total_length=total)
+        return collate_pack(samples, total_length=total, **padding)
 
 
 class _MakeBatch:

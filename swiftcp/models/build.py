@@ -20,7 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 def transformer_config(
-    family: Family, hf_config: Any, mesh: Mesh, *, dtype: torch.dtype, backend: Backend, cp_comm_type: str | None = None, **more: Any
+    family: Family,
+    hf_config: Any,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    backend: Backend,
+    cp_comm_type: str | None = None,
+    hierarchical_context_parallel_sizes: list[int] | None = None,
+    **more: Any,
 ) -> TransformerConfig:
     """megatron-core's configuration of the decoder.
 
@@ -32,14 +40,17 @@ def transformer_config(
         more: megatron-core's fields for recomputation and uneven pipeline stages.
     """
     on_cpu = mesh.device.type == "cpu"
+    fused_cp = backend == "te" and mesh.cp_size > 1
     return TransformerConfig(
         **family.decoder_config(hf_config),
         tensor_model_parallel_size=mesh.tp_size,
+        sequence_parallel=mesh.sequence_parallel,
         pipeline_model_parallel_size=mesh.pp_size,
         virtual_pipeline_model_parallel_size=mesh.num_chunks if mesh.num_chunks > 1 else None,
         batch_p2p_comm=mesh.num_chunks == 1,  # with several chunks it mixes up the messages of two stages (InterleavedCommunicator)
         context_parallel_size=mesh.cp_size,
-        cp_comm_type=cp_comm_type if backend == "te" and mesh.cp_size > 1 else None,
+        cp_comm_type=cp_comm_type if fused_cp else None,
+        hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes if fused_cp and cp_comm_type == "a2a+p2p" else None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -64,6 +75,16 @@ def _cast_parameters(module: nn.Module, dtype: torch.dtype) -> None:
     """Cast parameters and leave buffers: rotary frequencies stay float32."""
     for parameter in module.parameters():
         parameter.data = parameter.data.to(dtype)
+
+
+def _keep_replicas_equal(tower: nn.Module) -> None:
+    """Let the gradients of the tower be averaged over tensor-parallel ranks, each of which has them whole.
+
+    Kernels that add atomically (the backward pass of attention on CUDA) round differently on each rank, and replicas that are updated
+    by gradients that differ in their last bit drift apart.
+    """
+    for parameter in tower.parameters():
+        parameter.average_gradients_across_tp_domain = True  # type: ignore[attr-defined]
 
 
 def build_chunks(
@@ -106,8 +127,9 @@ def build_model(
             tower=tower,
             rotary=rotary,
             cp_group=mesh.cp_group,
+            tp_group=mesh.tp_group,
             vocab_size=vocab_size,
-            padded_vocab_size=vocab_size,
+            padded_vocab_size=-(-vocab_size // mesh.tp_size) * mesh.tp_size,
             max_sequence_length=family.max_sequence_length(hf_config),
             tied_head=family.tied_head(hf_config),
             pre_process=pre_process,
@@ -116,6 +138,8 @@ def build_model(
         )
     if tower is not None:
         _cast_parameters(tower, config.params_dtype)
+        if mesh.tp_size > 1:
+            _keep_replicas_equal(tower)
     return model
 
 

@@ -2,7 +2,7 @@
 
 The log-sum-exp is taken in one pass, with a running maximum (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).
 
-Legend: C tokens of a chunk, V vocabulary.
+Legend: C tokens of a chunk, V rows of the vocabulary on this rank. A target outside of them is not found by either kernel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _WARPS = 16
 
 
 @triton.jit
-def _row_losses(logits, targets, losses, log_sums, row_stride, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _row_statistics(logits, targets, log_sums, of_targets, row_stride, num_columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     logits += row * row_stride
     largest = -float("inf")
@@ -28,10 +28,10 @@ def _row_losses(logits, targets, losses, log_sums, row_stride, num_columns, BLOC
         new_largest = tl.maximum(largest, tl.max(values, 0))
         total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(values - new_largest), 0)
         largest = new_largest
-    log_sum = largest + tl.log(total)
-    of_target = tl.load(logits + tl.load(targets + row)).to(tl.float32)
-    tl.store(log_sums + row, log_sum)
-    tl.store(losses + row, log_sum - of_target)
+    target = tl.load(targets + row)
+    of_target = tl.load(logits + target, mask=(target >= 0) & (target < num_columns), other=0.0).to(tl.float32)
+    tl.store(log_sums + row, largest + tl.log(total))
+    tl.store(of_targets + row, of_target)
 
 
 @triton.jit
@@ -49,12 +49,14 @@ def _gradients(logits, targets, log_sums, grads, row_stride, num_columns, BLOCK:
         tl.store(logits + columns, gradients.to(logits.dtype.element_ty), mask=inside)
 
 
-def row_losses(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
-    """Losses and log-sum-exps of the rows, float32."""
+def row_statistics(logits_CV: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-sum-exps of the rows, and their targets' logits, 0 where the target is outside; float32."""
     num_rows, num_columns = logits_CV.shape
-    losses_C, log_sums_C = (torch.empty(num_rows, dtype=torch.float32, device=logits_CV.device) for _ in range(2))
-    _row_losses[(num_rows,)](logits_CV, targets_C, losses_C, log_sums_C, logits_CV.stride(0), num_columns, BLOCK=_BLOCK, num_warps=_WARPS)
-    return losses_C, log_sums_C
+    log_sums_C, of_targets_C = (torch.empty(num_rows, dtype=torch.float32, device=logits_CV.device) for _ in range(2))
+    _row_statistics[(num_rows,)](
+        logits_CV, targets_C, log_sums_C, of_targets_C, logits_CV.stride(0), num_columns, BLOCK=_BLOCK, num_warps=_WARPS
+    )
+    return log_sums_C, of_targets_C
 
 
 def logits_to_gradients(logits_CV: Tensor, targets_C: Tensor, log_sums_C: Tensor, grad_C: Tensor) -> Tensor:

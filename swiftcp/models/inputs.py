@@ -1,7 +1,7 @@
 """What one rank hands to `MultimodalGPTModel` for one micro-batch, made on the host from the full stream.
 
 All counts and indices are computed here, from tensors on the host, so that the model never waits for the device. Everything
-local is cut by `split_cp_inputs`; nothing is counted from local ids.
+local is cut by `split_cp_inputs`; nothing is counted from local ids. Tensor-parallel ranks get the same, but for the deepstack places.
 
 Legend: B rows (1 when packed), T tokens of the full stream, S local tokens (T / CP), N labelled local tokens, V visual
 features of the micro-batch, W those whose token is local. A *slot* is a place in the flattened [S * B] local hidden states.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +37,9 @@ class ModelInputs:
     local_features_W: Tensor
     """Which of the V features have their token on this rank."""
     local_visual_slots_W: Tensor
-    """The slots of those tokens."""
+    """The slots of those tokens; under sequence parallelism of this tensor-parallel rank's share of them, in its part of the stream."""
+    visual_shares: tuple[int, ...] | None
+    """Under sequence parallelism, how many of the W each tensor-parallel rank owns: consecutive ones, for they stand in stream order."""
     label_slots_N: Tensor
     targets_N: Tensor
     """int64: the token that each labelled slot must predict."""
@@ -48,7 +51,7 @@ class ModelInputs:
     def map(self, send: Callable[[Tensor], Tensor]) -> ModelInputs:
         """The same with `send` applied to what the device needs."""
         host = {"label_positions_N", "cu_seqlens"}
-        sent = {name: send(value) for name, value in vars(self).items() if isinstance(value, Tensor) and name not in host}
+        sent: dict[str, Any] = {name: send(value) for name, value in vars(self).items() if isinstance(value, Tensor) and name not in host}
         packed = None
         if self.packed is not None:
             packed = PackedStream(send(self.packed.cu_seqlens_q), self.packed.host_ends, self.packed.max_seqlen_q)
@@ -85,6 +88,17 @@ def local_labels(batch: Batch, *, cp_size: int, cp_rank: int) -> tuple[Tensor, T
     return labels_BS, weights_BS
 
 
+def _visual_share(slots_W: Tensor, num_slots: int, mesh: Mesh) -> tuple[Tensor, tuple[int, ...] | None]:
+    """This tensor-parallel rank's slots in its own part of the `num_slots` local ones, and how many of W each such rank has."""
+    if not mesh.sequence_parallel:
+        return slots_W, None
+    if num_slots % mesh.tp_size:
+        raise ValueError(f"{num_slots} tokens of a rank do not spread evenly over tp: pad to a multiple of {mesh.tp_size}")
+    part = num_slots // mesh.tp_size
+    shares = torch.bincount(slots_W // part, minlength=mesh.tp_size).tolist()
+    return slots_W.split(shares)[mesh.tp_rank] - mesh.tp_rank * part, tuple(shares)
+
+
 def make_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> ModelInputs:
     """Cut one micro-batch for this rank and send it to the rank's device; see `plan_inputs`."""
     return plan_inputs(batch, mesh, geometry).to(mesh.device)
@@ -98,7 +112,7 @@ def plan_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> Mod
         geometry: of the vision tower; None for a model without one. Its work is planned on the first pipeline stage alone.
 
     Raises:
-        ValueError: a sequence length is no multiple of 2*CP.
+        ValueError: a sequence length is no multiple of 2*CP, or sequence parallelism cannot spread the tokens evenly.
     """
 
     def local(values: Tensor) -> Tensor:
@@ -116,6 +130,7 @@ def plan_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> Mod
     feature_BT[visual_positions] = torch.arange(visual_positions.numel())
     local_feature_BS = local(feature_BT.view(rows, num_tokens))
     visual_slots = _slots(local_feature_BS >= 0)
+    own_visual_slots, visual_shares = _visual_share(visual_slots, local_feature_BS.numel(), mesh)
 
     packed = None
     if batch.cu_seqlens is not None:
@@ -133,7 +148,8 @@ def plan_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> Mod
         tower_work=work,
         visual_positions_V=visual_positions,
         local_features_W=_at(local_feature_BS, visual_slots),
-        local_visual_slots_W=visual_slots,
+        local_visual_slots_W=own_visual_slots,
+        visual_shares=visual_shares,
         label_slots_N=label_slots,
         targets_N=_at(labels_BS, label_slots),
         weights_N=_at(weights_BS, label_slots),

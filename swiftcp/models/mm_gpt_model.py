@@ -5,7 +5,7 @@ cut by `split_cp_inputs`: an image does not end where a shard ends. The model kn
 tower, a rotary embedding and a configuration.
 
 Legend: B rows (1 when packed), T tokens of the full stream, S local tokens (T / CP), H hidden size, V visual features,
-W those whose token is local, N labelled local tokens.
+W those whose token is local, N labelled local tokens. Under sequence parallelism the decoder's S is S / TP between its matrices.
 """
 
 from __future__ import annotations
@@ -16,6 +16,11 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -25,6 +30,7 @@ from swiftcp.models.head import token_losses
 from swiftcp.models.inputs import ModelInputs
 from swiftcp.models.rotary import MultimodalRotary
 from swiftcp.models.towers import Tower, encode
+from swiftcp.parallel.collectives import scatter_shares
 from swiftcp.parallel.context import split_cp_inputs
 
 LAYERS = "language_model.decoder.layers."
@@ -53,6 +59,7 @@ class MultimodalGPTModel(MegatronModule):
         tower: nn.Module | None,
         rotary: MultimodalRotary,
         cp_group: dist.ProcessGroup,
+        tp_group: dist.ProcessGroup,
         vocab_size: int,
         padded_vocab_size: int,
         max_sequence_length: int,
@@ -79,10 +86,12 @@ class MultimodalGPTModel(MegatronModule):
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
+            scatter_embedding_sequence_parallel=False,  # the visual features come first, and then the cut by CP
         )
         self.visual = tower
         self.rotary = rotary
         self.cp_group = cp_group
+        self.tp_group = tp_group
         self.vocab_size = vocab_size
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = tied_head
@@ -125,26 +134,53 @@ class MultimodalGPTModel(MegatronModule):
         )
         if not self.post_process:
             return hidden_SBH
+        return self._token_losses(hidden_SBH, inputs)
+
+    def _token_losses(self, hidden_SBH: Tensor, inputs: ModelInputs) -> Tensor:
+        """[N], the same on all tensor-parallel ranks; each has a part of the vocabulary, hence of the hidden states' gradient.
+
+        The parts are summed once: by the reduce-scatter behind the gather of sequence parallelism, or by the all-reduce behind the copy.
+        """
+        if self.config.sequence_parallel:
+            hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, group=self.tp_group)
         hidden_NH = hidden_SBH.flatten(0, 1).index_select(0, inputs.label_slots_N)
-        return token_losses(hidden_NH, self.head_weight, inputs.targets_N, vocab_size=self.vocab_size)
+        if not self.config.sequence_parallel:
+            hidden_NH = copy_to_tensor_model_parallel_region(hidden_NH, group=self.tp_group)
+        return token_losses(hidden_NH, self.head_weight, inputs.targets_N, vocab_size=self.vocab_size, group=self.tp_group)
 
     @property
     def head_weight(self) -> Tensor:
-        """The output head's weight, [padded vocabulary, H]; the embedding's where the head is tied."""
+        """The output head's weight, [padded vocabulary / TP, H]; the embedding's where the head is tied."""
         if self.language_model.share_embeddings_and_output_weights:
             return self.language_model.shared_embedding_or_output_weight()
         return self.language_model.output_layer.weight
 
     def _decoder_inputs(self, inputs: ModelInputs) -> tuple[Tensor, Tensor | None]:
-        """The local decoder input [S, B, H], and the deepstack features of the local visual tokens [levels, W, H]."""
+        """The local decoder input [S, B, H], and the deepstack features of the local visual tokens [levels, W, H].
+
+        Under sequence parallelism tensor-parallel rank t goes on with the slots [t * S * B / TP, (t + 1) * S * B / TP). Every rank has
+        computed all features x of the CP rank, and the loss depends on x_w through the one rank that owns the slot of w: its gradient
+        g_w is zero on the others. `scatter_to_sequence_parallel_region` and `scatter_shares` hand each rank its own part and gather the
+        parts' gradients in the backward pass, so that dL/dx = g, whole, on every rank; what lies before (the tower, the embedding) then
+        has whole gradients for main features and levels alike. A plain slice instead would leave g on the owner alone, and a tower
+        parameter with the sum of a whole gradient (main features) and a part of one (levels), of which no reduction makes the right one.
+        Without sequence parallelism each rank goes on with all slots, and the decoder's column-parallel matrices have summed the
+        gradients of their inputs over the ranks already: whole again.
+        """
         embeddings_BTH = self.language_model.embedding.word_embeddings(inputs.input_ids_BT)
         deepstack_LWH = None
         if self.visual is not None:
             assert inputs.tower_work is not None
             features = encode(cast(Tower, self.visual), inputs.tower_work, self.cp_group, embeddings_BTH.dtype)
             embeddings_BTH = embeddings_BTH.flatten(0, 1).index_copy(0, inputs.visual_positions_V, features[:, 0]).view_as(embeddings_BTH)
-            deepstack_LWH = features[:, 1:].index_select(0, inputs.local_features_W).transpose(0, 1).contiguous()
+            deepstack_WLH = features[:, 1:].index_select(0, inputs.local_features_W)
+            if inputs.visual_shares is not None:
+                deepstack_WLH = scatter_shares(deepstack_WLH, inputs.visual_shares, self.tp_group)
+            deepstack_LWH = deepstack_WLH.transpose(0, 1).contiguous()
         decoder_input_TBH = embeddings_BTH.transpose(0, 1).contiguous()
         local = split_cp_inputs(decoder_input_TBH, inputs.cu_seqlens, 0, cp_size=self.cp_group.size(), cp_rank=self.cp_group.rank())
         assert local is not None
+        if self.config.sequence_parallel:
+            # A copy, for a part would keep the whole in memory.
+            local = scatter_to_sequence_parallel_region(local, group=self.tp_group).clone()
         return local, deepstack_LWH

@@ -26,6 +26,8 @@ class Mesh:
     world_size: int
     tp_size: int
     tp_rank: int
+    sequence_parallel: bool
+    """Tensor-parallel ranks share the tokens between their matrices; never with one such rank."""
     pp_size: int
     pp_rank: int
     num_chunks: int
@@ -105,6 +107,7 @@ def build_mesh(
     device: torch.device,
     *,
     tensor_model_parallel_size: int = 1,
+    sequence_parallel: bool = False,
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
     context_parallel_size: int = 1,
@@ -138,6 +141,7 @@ def build_mesh(
         world_size=world_size,
         tp_size=tensor_model_parallel_size,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        sequence_parallel=sequence_parallel and tensor_model_parallel_size > 1,
         pp_size=pipeline_model_parallel_size,
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         num_chunks=virtual_pipeline_model_parallel_size or 1,

@@ -26,7 +26,7 @@ from swiftcp.trainers.ahead import PlannedBatch, plan_ahead
 from swiftcp.trainers.logs import memory_gib, utilisation
 from swiftcp.trainers.optimizer import build_optimizer, build_scheduler, check_optimizer, wrap_model
 from swiftcp.trainers.part_timer import PartTimer
-from swiftcp.trainers.setup import recompute_fields, recompute_tower, stage_fields, start_ranks
+from swiftcp.trainers.setup import cp_communication, recompute_fields, recompute_tower, stage_fields, start_ranks
 from swiftcp.trainers.step import Runner, Totals, train_step
 from swiftcp.trainers.synthetic import random_pack
 
@@ -129,7 +129,7 @@ def build(config: BenchConfig, mesh: Mesh) -> Bench:
         mesh,
         dtype=dtype,
         backend=backend,
-        cp_comm_type=config.cp_comm_type,
+        **cp_communication(config),
         **stage_fields(config),
         **recompute_fields(config),
     )

@@ -112,6 +112,7 @@ def batch_layout(config: RunConfig, mesh: Mesh) -> BatchLayout:
         pack_align=config.pack_align,
         full_packs=config.packing and mesh.device.type == "cuda",
         batch_multiple=mesh.pp_size if mesh.num_chunks > 1 else 1,
+        length_multiple=mesh.cp_size * mesh.tp_size if mesh.sequence_parallel else 1,
     )
 
 

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 
 from swiftcp.checkpoint.durable import write_text
+from swiftcp.checkpoint.name_table import NameTable
+from swiftcp.checkpoint.together import whole_tensors
 from swiftcp.config.concerns import ParityConfig
 from swiftcp.data.batch import Batch
 from swiftcp.data.dataset import EncodedDataset
@@ -41,13 +43,14 @@ def _oracle_stage(config: ParityConfig, dataset: EncodedDataset, source: Source,
         return {"logprobs": [oracle_logprobs(model, dataset[place]).tolist() for place in range(len(dataset))]}
 
 
-def _gradients(runner: Runner, batches: Sequence[Batch]) -> tuple[Any, dict[str, Any]]:
-    """The totals of one global batch, and a sketch of each reduced gradient of all pipeline stages."""
+def _gradients(runner: Runner, batches: Sequence[Batch], table: NameTable) -> tuple[Any, dict[str, Any]]:
+    """The totals of one global batch, and a sketch of each reduced gradient, whole, of all pipeline stages; by the checkpoint's names."""
     for chunk in runner.chunks:
         chunk.zero_grad_buffer()
     totals = run_micro_batches(runner, iter(batches), len(batches))
     named = [(name, cast(Any, parameter)) for chunk in runner.chunks for name, parameter in named_parameters(chunk)]
-    own = {name: asdict(sketch(name, parameter.main_grad)) for name, parameter in named if parameter.requires_grad}
+    gradients = {name: parameter.main_grad for name, parameter in named if parameter.requires_grad}
+    own = {name: asdict(sketch(name, whole)) for name, whole in whole_tensors(gradients, table, runner.mesh.tp_group)}
     of_stages: list[Any] = [None] * runner.mesh.pp_size
     dist.all_gather_object(of_stages, own, group=runner.mesh.pp_group)
     return totals, {name: one for stage in of_stages for name, one in stage.items()}
@@ -61,7 +64,7 @@ def _layout_stage(config: ParityConfig, dataset: EncodedDataset, source: Source,
     logprobs = [row["logprobs"][1:] for row in rows]
     wrapped = wrap_model([chunk.train() for chunk in chunks], mesh, use_distributed_optimizer=False)
     runner = Runner(wrapped, mesh, source.geometry, source.family.vocab_size(source.hf_config))
-    totals, sketches = _gradients(runner, list(batches_in_order(dataset, layout)))
+    totals, sketches = _gradients(runner, list(batches_in_order(dataset, layout)), source.family.name_table(source.hf_config))
     packed = f"packs of {config.packing_length}" if config.packing else "padded rows"
     return {
         "description": f"{len(dataset)} rows, {totals.tokens} tokens; {mesh.describe()}; {packed}; {config.torch_dtype}",

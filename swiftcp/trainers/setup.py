@@ -59,6 +59,7 @@ def start_ranks(config: RunConfig | BenchConfig) -> Mesh:
     mesh = build_mesh(
         device,
         tensor_model_parallel_size=config.tensor_model_parallel_size,
+        sequence_parallel=config.sequence_parallel,
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
@@ -111,6 +112,12 @@ def recompute_fields(config: RecomputeConfig) -> dict[str, Any]:
     }
 
 
+def cp_communication(config: ParallelConfig) -> dict[str, Any]:
+    """How the ranks of a context-parallel group exchange keys and values, for `transformer_config`."""
+    keys = ("cp_comm_type", "hierarchical_context_parallel_sizes")
+    return {key: getattr(config, key) for key in keys}
+
+
 def stage_fields(config: ParallelConfig) -> dict[str, Any]:
     """megatron-core's names for pipeline stages of another number of layers."""
     return {
@@ -140,7 +147,7 @@ def load_model(
         mesh,
         dtype=dtype,
         backend=backend,
-        cp_comm_type=config.cp_comm_type,
+        **cp_communication(config),
         **stage_fields(config),
         **recompute,
     )
@@ -149,7 +156,7 @@ def load_model(
         recompute_tower(chunks)
     table = source.family.name_table(source.hf_config)
     if config.init_from_config:
-        initialize(chunks, table, source.hf_config, config.seed)
+        initialize(chunks, table, source.hf_config, config.seed, tp_rank=mesh.tp_rank, tp_size=mesh.tp_size)
     else:
-        load_hf_folder(chunks, source.folder, table)
+        load_hf_folder(chunks, source.folder, table, tp_rank=mesh.tp_rank, tp_size=mesh.tp_size)
     return chunks

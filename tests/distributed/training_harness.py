@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swiftcp.data.batch import Batch, collate_pack
+from swiftcp.data.batch import Batch, collate_pack, collate_rows
 from tests.samples import make_sample
 
 PACK_ALIGN = 8
@@ -40,11 +40,12 @@ def train_config(folder: Path, **values: Any) -> Any:
     return TrainConfig(**{**fixed, **values})
 
 
-def micro_batches(packs: Sequence[Pack], hf_config: Any) -> list[Batch]:
+def micro_batches(packs: Sequence[Pack], hf_config: Any, *, packing: bool = True, length_multiple: int = 1) -> list[Batch]:
+    collate = collate_pack if packing else collate_rows
     batches = []
     for number, pack in enumerate(packs):
         samples = [make_sample(mix, hf_config, row=100 * number + i, labelled=pack.labelled) for i, mix in enumerate(pack.mixes)]
-        batches.append(collate_pack(samples, pack_align=PACK_ALIGN, pad_token_id=0))
+        batches.append(collate(samples, pack_align=PACK_ALIGN, pad_token_id=0, length_multiple=length_multiple))
     return batches
 
 
@@ -57,7 +58,7 @@ class Training:
         from swiftcp.trainers.setup import load_model, load_source, start_ranks
         from swiftcp.trainers.step import Runner
 
-        self.mesh = start_ranks(config)
+        self.config, self.mesh = config, start_ranks(config)
         self.source = load_source(Path(config.model))
         self.chunks = load_model(config, self.source, self.mesh, checkpointed_tower=config.vit_gradient_checkpointing, **recompute)
         freeze(self.chunks, self.source.family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)
@@ -72,9 +73,16 @@ class Training:
         (model,) = self.chunks
         return model
 
+    def micro_batches(self, packs: Sequence[Pack], *, packing: bool = True) -> list[Batch]:
+        """All of a global batch."""
+        from swiftcp.trainers.datasets import batch_layout
+
+        multiple = batch_layout(self.config, self.mesh).length_multiple
+        return micro_batches(packs, self.source.hf_config, packing=packing, length_multiple=multiple)
+
     def share(self, packs: Sequence[Pack]) -> Iterator[Batch]:
         """This data-parallel rank's micro-batches of a global batch."""
-        return iter(micro_batches(packs, self.source.hf_config)[self.mesh.dp_rank :: self.mesh.dp_size])
+        return iter(self.micro_batches(packs)[self.mesh.dp_rank :: self.mesh.dp_size])
 
     def step(self, packs: Sequence[Pack]) -> StepRecord:
         from swiftcp.trainers.step import train_step

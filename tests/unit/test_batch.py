@@ -51,6 +51,15 @@ def test_pack_of_full_length() -> None:
     assert batch.max_seqlen == 8 and batch.input_ids_BS.shape == (1, 12) and batch.rows == (0,)
 
 
+def test_what_the_layout_needs_beyond_pack_align_is_padded_at_the_end() -> None:
+    batch = collate_pack([sample(0, [1] * 5), sample(1, [2])], pack_align=4, pad_token_id=PAD, length_multiple=10)
+    assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 8, 12, 20]
+    filler = collate_pack([], pack_align=4, pad_token_id=PAD, length_multiple=10)
+    assert filler.cu_seqlens is not None and filler.cu_seqlens.tolist() == [0, 20]
+    rows = collate_rows([sample(0, [1] * 5), sample(1, [2])], pack_align=4, pad_token_id=PAD, length_multiple=6)
+    assert rows.input_ids_BS.shape == (2, 12) and rows.lengths == (5, 1)
+
+
 @pytest.mark.parametrize("total_length", [4, 10])
 def test_pack_that_does_not_fit(total_length: int) -> None:
     with pytest.raises(ValueError, match=f"do not fill {total_length} tokens in steps of 4"):

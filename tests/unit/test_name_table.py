@@ -71,6 +71,7 @@ def test_parts_of_the_sources_join_to_the_part_of_a_rank(rule, shape):
     """The two ways to a rank's part are one: cut the sources and join, or join and cut."""
     sources = [torch.arange(torch.Size(part).numel()).view(part) + 100 * i for i, part in enumerate(rule.source_shapes(shape))]
     whole = rule.join(sources, shape)
+    assert torch.equal(rule.unshard([rule.shard(whole, rank, 2) for rank in (0, 1)]), whole)
     for rank in (0, 1):
         expected = rule.shard(whole, rank, 2)
         local = rule.local(expected.shape, rank, 2)

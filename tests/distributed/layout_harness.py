@@ -1,0 +1,226 @@
+"""What a layout must give as one rank gives it: loss, gradient norm, every whole gradient, log-probabilities, weights after two steps.
+
+`LAYOUTS` names the layouts; `measure` runs one on the ranks of a pool, on micro-batches with images and a video; `differences` compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed.model_harness import gradient_excess
+from tests.distributed.ranks import RankPool
+from tests.distributed.training_harness import Pack, Training, train_config
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Keys of the recipe, and how many ranks they take."""
+
+    num_ranks: int
+    keys: dict[str, Any] = field(default_factory=dict)
+
+
+ONE_RANK = Layout(1)
+LAYOUTS = {
+    "TP2": Layout(2, {"tensor_model_parallel_size": 2}),
+    "TP2+SP": Layout(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "TP2+SP+CP2": Layout(4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}),
+    "DP2": Layout(2),
+    "DP2+CP2": Layout(4, {"context_parallel_size": 2}),
+    "DP2, distributed optimizer": Layout(2, {"use_distributed_optimizer": True}),
+    "TP2+SP+DP2, distributed optimizer": Layout(
+        4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True}
+    ),
+}
+
+PACKS = (Pack(("image_and_video", "text", "one_token")), Pack(("three_images", "video", "seven_tokens")))
+"""Two micro-batches, or one for each of two data-parallel ranks. Their lengths divide by no layout's sizes."""
+
+OPTIMIZER = {"lr": 1e-2, "adam_eps": 1e-3}
+"""With a large epsilon, for Adam turns rounding in entries whose true gradient is zero into whole steps."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Of packs, or of padded rows; the same on every rank."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    """Whole, by the checkpoint's names."""
+    logprobs: Tensor
+    """Of all labelled tokens of all micro-batches, one after the other."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The same on every rank."""
+
+    packed: Measurement
+    padded: Measurement
+    weights: dict[str, Tensor]
+    """After two optimizer steps on packs, by the checkpoint's names."""
+
+
+@dataclass(frozen=True)
+class Differences:
+    """The largest differences of a layout to one rank, relative to the unit that is named."""
+
+    loss: float
+    """The loss."""
+    grad_norm: float
+    """The norm."""
+    gradient: float
+    """A gradient's largest entry, or 1e-3 of the largest of all gradients where that is larger."""
+    logprob: float
+    """max(1, the size of the log-probability)."""
+
+
+BOUNDS = Differences(loss=1e-5, grad_norm=1e-5, gradient=1e-5, logprob=1e-5)
+WEIGHT_BOUND = 1e-3
+"""Of weights after two steps, relative to the learning rate."""
+
+
+def whole_tensors(training: Training, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of parameters or gradients by the model's names: gathered over tensor-parallel ranks, by the checkpoint's names."""
+    from swiftcp.checkpoint.together import whole_tensor
+
+    table = training.source.family.name_table(training.source.hf_config)
+    whole = {}
+    for target, rule in table.pair(list(tensors)).items():
+        tensor = whole_tensor(tensors[target].detach(), rule, training.mesh.tp_group)
+        whole.update({name: part.clone() for name, part in zip(rule.sources, rule.separate(tensor), strict=True)})
+    return whole
+
+
+def _gather_reduced_gradients(training: Training) -> None:
+    """With the distributed optimizer a rank holds its share of the reduced gradients alone: bring the others' in."""
+    if not training.ddp.ddp_config.use_distributed_optimizer:
+        return
+    group = training.mesh.dp_cp_group
+    for bucket in (bucket for bucket_group in training.ddp.bucket_groups for bucket in bucket_group.buckets):
+        shares = list(bucket.grad_data.chunk(group.size()))
+        dist.all_gather(shares, shares[group.rank()].clone(), group=group)
+
+
+def _gradients(training: Training) -> dict[str, Tensor]:
+    return whole_tensors(training, {name: p.main_grad for name, p in training.model.named_parameters() if p.requires_grad})
+
+
+def _measure(training: Training, packing: bool) -> Measurement:
+    from swiftcp.trainers.logprobs import token_logprobs
+    from swiftcp.trainers.step import run_micro_batches
+
+    batches = training.micro_batches(PACKS, packing=packing)
+    training.model.eval()
+    logprobs = [token_logprobs(training.model, batch, training.source, training.mesh) for batch in batches]
+    training.model.train()
+    training.ddp.zero_grad_buffer()
+    share = batches[training.mesh.dp_rank :: training.mesh.dp_size]
+    totals = run_micro_batches(training.runner, iter(share), len(share))
+    _gather_reduced_gradients(training)
+    gradients = _gradients(training)
+    training.optimizer.prepare_grads()
+    labelled = torch.cat([values[values != 0] for values in logprobs])
+    return Measurement(totals.loss, float(training.optimizer.get_grad_norm()), gradients, labelled)
+
+
+def measure(folder: Path, keys: dict[str, Any]) -> Result:
+    """On each rank of a layout."""
+    from swiftcp.parallel.cpu_shim import cpu_mode
+
+    with cpu_mode():
+        training = Training(train_config(folder, **OPTIMIZER, **keys))
+        padded, packed = _measure(training, packing=False), _measure(training, packing=True)
+        for _ in range(2):
+            training.step(PACKS)
+        return Result(packed, padded, whole_tensors(training, dict(training.model.named_parameters())))
+
+
+def gradients_of_modes(folder: Path, keys: dict[str, Any], modes: Sequence[dict[str, Any]]) -> list[dict[str, Tensor]]:
+    """On each rank of a layout: the whole gradients, for each way of recomputation."""
+    from swiftcp.parallel.cpu_shim import cpu_mode
+
+    with cpu_mode():
+        found = []
+        for mode in modes:
+            training = Training(train_config(folder, **keys), **mode)
+            training.gradients(PACKS)
+            found.append(_gradients(training))
+    return found
+
+
+def tower_gradients_before_reduction(folder: Path, keys: dict[str, Any]) -> dict[str, Tensor]:
+    """On each rank of a layout: its own gradients of the tower, from its own backward passes alone."""
+    from swiftcp.parallel.cpu_shim import cpu_mode
+
+    with cpu_mode():
+        training = Training(train_config(folder, **keys))
+        training.model.config.finalize_model_grads_func = lambda *arguments, **keywords: None
+        gradients = training.gradients(PACKS)
+    return {name: gradient for name, gradient in gradients.items() if name.startswith("visual.")}
+
+
+def differences(got: Measurement, expected: Measurement) -> Differences:
+    """The largest of each kind."""
+    assert got.logprobs.shape == expected.logprobs.shape
+    return Differences(
+        loss=abs(got.loss / expected.loss - 1),
+        grad_norm=abs(got.grad_norm / expected.grad_norm - 1),
+        gradient=max(gradient_excess(got.gradients, expected.gradients, 1.0).values()),
+        logprob=((got.logprobs - expected.logprobs).abs() / expected.logprobs.abs().clamp(min=1)).max().item(),
+    )
+
+
+def weight_difference(got: Result, expected: Result) -> float:
+    """The largest of any weight after two steps, relative to the learning rate."""
+    assert got.weights.keys() == expected.weights.keys()
+    return max((got.weights[name] - weight).abs().max().item() for name, weight in expected.weights.items()) / OPTIMIZER["lr"]
+
+
+def measure_layout(ranks: RankPool, folder: Path, layout: Layout) -> list[Result]:
+    """One a rank."""
+    return ranks.run(measure, folder, layout.keys, num_ranks=layout.num_ranks)
+
+
+def over_bounds(found: Differences) -> dict[str, float]:
+    """The differences that are too large, NaN included."""
+    return {name: value for (name, value), bound in zip(asdict(found).items(), astuple(BOUNDS), strict=True) if not value <= bound}
+
+
+def table(rows: Mapping[str, Differences]) -> str:
+    """Layouts down, kinds of difference across."""
+    columns = ("loss", "grad norm", "worst gradient", "log-probability")
+    lines = [f"{'largest difference to one rank':<44}" + "".join(f"{column:>22}" for column in columns)]
+    lines += [f"{name:<44}" + "".join(f"{value:>22.1e}" for value in astuple(found)) for name, found in rows.items()]
+    lines.append(f"{'bound':<44}" + "".join(f"{value:>22.1e}" for value in astuple(BOUNDS)))
+    return "\n".join(lines)
+
+
+def head_of_a_vocabulary_shard(num_tokens: int, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """On each tensor-parallel rank: how far losses, the hidden states' gradient and its own rows' gradient are from those of one rank."""
+    from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
+
+    from swiftcp.models.head import token_losses
+    from swiftcp.parallel.mesh import build_mesh
+
+    mesh = build_mesh(torch.device("cpu"), tensor_model_parallel_size=dist.get_world_size())
+    generator = torch.Generator().manual_seed(0)
+    padded = -(-vocab_size // mesh.tp_size) * mesh.tp_size
+    hidden, weight = (torch.randn(size, 16, generator=generator, requires_grad=True) for size in (num_tokens, padded))
+    targets = torch.randint(0, vocab_size, (num_tokens,), generator=generator)
+    upstream = torch.rand(num_tokens, generator=generator)
+    expected = token_losses(hidden, weight, targets, vocab_size=vocab_size, chunk_tokens=4)
+    expected_grads = torch.autograd.grad((expected * upstream).sum(), (hidden, weight))
+    shard = weight.detach().chunk(mesh.tp_size)[mesh.tp_rank].clone().requires_grad_()
+    copied = copy_to_tensor_model_parallel_region(hidden, group=mesh.tp_group)
+    losses = token_losses(copied, shard, targets, vocab_size=vocab_size, chunk_tokens=4, group=mesh.tp_group)
+    grads = torch.autograd.grad((losses * upstream).sum(), (hidden, shard))
+    return losses - expected, grads[0] - expected_grads[0], grads[1] - expected_grads[1].chunk(mesh.tp_size)[mesh.tp_rank]
