@@ -123,6 +123,7 @@ def _measure(training: Training, packing: bool) -> Measurement:
     logprobs = [token_logprobs(training.model, batch, training.source, training.mesh) for batch in batches]
     training.model.train()
     training.ddp.zero_grad_buffer()
+    training.optimizer.zero_grad()
     share = batches[training.mesh.dp_rank :: training.mesh.dp_size]
     totals = run_micro_batches(training.runner, iter(share), len(share))
     _gather_reduced_gradients(training)
