@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,30 +88,31 @@ WEIGHT_BOUND = 1e-3
 """Of weights after two steps, relative to the learning rate."""
 
 
-def whole_tensors(training: Training, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Of parameters or gradients by the model's names: gathered over tensor-parallel ranks, by the checkpoint's names."""
-    from swiftcp.checkpoint.together import whole_tensor
+def of_all_ranks(training: Training, get: Callable[[Any], Tensor]) -> dict[str, Tensor]:
+    """`get(parameter)` of every trained parameter: whole, of all pipeline stages, by the checkpoint's names."""
+    from swiftcp.checkpoint.together import whole_tensors
+    from swiftcp.models.mm_gpt_model import named_parameters
 
-    table = training.source.family.name_table(training.source.hf_config)
-    whole = {}
-    for target, rule in table.pair(list(tensors)).items():
-        tensor = whole_tensor(tensors[target].detach(), rule, training.mesh.tp_group)
-        whole.update({name: part.clone() for name, part in zip(rule.sources, rule.separate(tensor), strict=True)})
-    return whole
+    table, mesh = training.source.family.name_table(training.source.hf_config), training.mesh
+    own = {name: get(p) for chunk in training.chunks for name, p in named_parameters(chunk) if p.requires_grad}
+    of_stages: list[Any] = [None] * mesh.pp_size
+    whole = {name: tensor.clone() for name, tensor in whole_tensors(own, table, mesh.tp_group)}
+    dist.all_gather_object(of_stages, whole, group=mesh.pp_group)
+    return {name: tensor for stage in of_stages for name, tensor in stage.items()}
 
 
 def _gather_reduced_gradients(training: Training) -> None:
     """With the distributed optimizer a rank holds its share of the reduced gradients alone: bring the others' in."""
-    if not training.ddp.ddp_config.use_distributed_optimizer:
+    if not training.config.use_distributed_optimizer:
         return
     group = training.mesh.dp_cp_group
-    for bucket in (bucket for bucket_group in training.ddp.bucket_groups for bucket in bucket_group.buckets):
+    for bucket in (bucket for chunk in training.wrapped for bucket_group in chunk.bucket_groups for bucket in bucket_group.buckets):
         shares = list(bucket.grad_data.chunk(group.size()))
         dist.all_gather(shares, shares[group.rank()].clone(), group=group)
 
 
 def _gradients(training: Training) -> dict[str, Tensor]:
-    return whole_tensors(training, {name: p.main_grad for name, p in training.model.named_parameters() if p.requires_grad})
+    return of_all_ranks(training, lambda parameter: parameter.main_grad)
 
 
 def _measure(training: Training, packing: bool) -> Measurement:
@@ -119,10 +120,10 @@ def _measure(training: Training, packing: bool) -> Measurement:
     from swiftcp.trainers.step import run_micro_batches
 
     batches = training.micro_batches(PACKS, packing=packing)
-    training.model.eval()
-    logprobs = [token_logprobs(training.model, batch, training.source, training.mesh) for batch in batches]
-    training.model.train()
-    training.ddp.zero_grad_buffer()
+    logprobs = token_logprobs([chunk.eval() for chunk in training.chunks], batches, training.source, training.mesh)
+    for chunk in training.wrapped:
+        chunk.train()
+        chunk.zero_grad_buffer()
     training.optimizer.zero_grad()
     share = batches[training.mesh.dp_rank :: training.mesh.dp_size]
     totals = run_micro_batches(training.runner, iter(share), len(share))
@@ -142,7 +143,7 @@ def measure(folder: Path, keys: dict[str, Any]) -> Result:
         padded, packed = _measure(training, packing=False), _measure(training, packing=True)
         for _ in range(2):
             training.step(PACKS)
-        return Result(packed, padded, whole_tensors(training, dict(training.model.named_parameters())))
+        return Result(packed, padded, of_all_ranks(training, lambda parameter: parameter))
 
 
 def gradients_of_modes(folder: Path, keys: dict[str, Any], modes: Sequence[dict[str, Any]]) -> list[dict[str, Tensor]]:
