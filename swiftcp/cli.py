@@ -17,9 +17,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from swiftcp import __version__
+from swiftcp.config.concerns import TrainingMode
 from swiftcp.config.keys import Key, keys_of
-from swiftcp.errors import PreemptedError, SwiftcpError
-from swiftcp.run import CONFIG_CLASSES, Command, run
+from swiftcp.config.slurm import JobConfig
+from swiftcp.errors import LostContactError, PreemptedError, SwiftcpError
+from swiftcp.run import CONFIG_CLASSES, Command, make_job_script, run, submit_job
 
 OTHER_NAMES = {"train": "sft", "finetune": "sft", "fine-tune": "sft", "pretrain": "pt", "benchmark": "bench"}
 """Commands of other tools, with ours."""
@@ -102,6 +104,39 @@ def tiny(
     print(f"{folder}: a tiny {family}, seed {seed}")
 
 
+def _slurm_option(name: str, help_text: str, metavar: str | None = None) -> Any:
+    names = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
+    return typer.Option(*names, help=help_text, metavar=metavar, show_default=False)
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def slurm(
+    ctx: typer.Context,
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.yaml", help="YAML file of keys; options --key value win over it.")],
+    nodes: Annotated[int, _slurm_option("nodes", "Machines.", "INT")],
+    gpus_per_node: Annotated[int, _slurm_option("gpus_per_node", "GPUs, and so ranks, of each (with device cpu: ranks).", "INT")],
+    mode: Annotated[TrainingMode, _slurm_option("mode", "Command to run. Default: sft.")] = "sft",
+    time: Annotated[str | None, _slurm_option("time", "Time limit: minutes, H:MM:SS or D-HH:MM:SS.", "TIME")] = None,
+    partition: Annotated[str | None, _slurm_option("partition", "SLURM's partition.", "NAME")] = None,
+    account: Annotated[str | None, _slurm_option("account", "SLURM's account.", "NAME")] = None,
+    qos: Annotated[str | None, _slurm_option("qos", "SLURM's quality of service.", "NAME")] = None,
+    job_name: Annotated[str | None, _slurm_option("job_name", "Default: the recipe's name.", "NAME")] = None,
+    cpus_per_node: Annotated[int | None, _slurm_option("cpus_per_node", "Cores of each node. Default: whole nodes.", "INT")] = None,
+    grace_seconds: Annotated[int, _slurm_option("grace_seconds", "Seconds to save before the limit. Default: 120.", "INT")] = 120,
+    output: Annotated[Path | None, _slurm_option("output", "File for the script. Default: it is printed.", "FILE")] = None,
+    submit: Annotated[bool, _slurm_option("submit", "Hand the script to sbatch.")] = False,
+) -> None:
+    """Write a readable sbatch script for a recipe; a run that is preempted saves and is queued again."""
+    job = JobConfig(nodes, gpus_per_node, time, partition, account, qos, job_name, cpus_per_node, grace_seconds)
+    script = make_job_script(job, mode, recipe, ctx.args)
+    if output is not None:
+        output.write_text(script, encoding="utf-8")
+    if submit:
+        raise typer.Exit(submit_job(script))
+    if output is None:
+        print(script, end="")
+
+
 @app.command()
 def doctor() -> None:
     """Versions, devices, a self-test of communication, disk, FFmpeg; as Markdown, secrets masked."""
@@ -126,15 +161,21 @@ def _root(
 
 
 def _tell(error: SwiftcpError) -> None:
-    """Ranks usually meet the same error: those behind the first wait, so that the launcher stops them before they repeat it.
+    """Ranks usually meet the same error: those behind the first of a node wait, so that the launcher stops them before they repeat it.
 
-    What all agreed on, to stop, the first alone tells."""
+    What all agreed on, to stop, the first alone tells. Of a rank that is gone, its launcher tells first."""
     rank = os.environ.get("RANK", "0")
     if rank != "0" and isinstance(error, PreemptedError):
         return
-    if rank != "0":
+    if os.environ.get("LOCAL_RANK", "0") != "0" or isinstance(error, LostContactError):
         time.sleep(_REPEATED_BY_RANKS_SECONDS)
     print(f"swiftcp: error: {error}" if rank == "0" else f"swiftcp: rank {rank}: error: {error}", file=sys.stderr, flush=True)
+
+
+def _tell_interrupted() -> None:
+    """Once: the launcher tells it for its ranks."""
+    if os.environ.get("RANK", "0") == "0" and "SWIFTCP_LAUNCHER" not in os.environ:
+        print("swiftcp: interrupted", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -150,5 +191,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(error)
         return error.exit_code
     except KeyboardInterrupt:
+        _tell_interrupted()
         return 130
     return 0

@@ -49,6 +49,21 @@ class TrainingError(SwiftcpError, RuntimeError):
     """Training cannot go on: a rank failed, or a loss or gradient is not finite."""
 
 
+class LostContactError(TrainingError):
+    """Another rank is gone. What ended it says more than this."""
+
+
+_LOST_CONTACT = ("connection closed by peer", "connection reset by peer", "broken pipe", "remote process exited", "socket closed")
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether torch says that another rank is gone. gloo has no error of its own for it, only words."""
+    if isinstance(error, SwiftcpError) or not isinstance(error, RuntimeError):
+        return False
+    text = str(error).lower()
+    return any(words in text for words in _LOST_CONTACT)
+
+
 class PreemptedError(SwiftcpError, RuntimeError):
     """The run was asked to stop and saved a checkpoint: start it again to go on."""
 

@@ -21,11 +21,14 @@ from importlib import metadata
 from pathlib import Path
 
 from swiftcp.errors import ConfigError, PreemptedError
+from swiftcp.rank import STOP_SIGNALS
 
 SWIFTCP = (sys.executable, "-P", "-m", "swiftcp")
 """Starts the command line. -P: the user's folder does not come before installed packages, as for the `swiftcp` script."""
 GRACE_SECONDS = 10.0
 """Time for a rank to end by itself between SIGTERM and SIGKILL."""
+END_SECONDS = 300.0
+"""Ranks end together: time for the last one, behind the first that ended well."""
 LOOPBACK = "127.0.0.1"
 
 _POLL_SECONDS = 0.05
@@ -112,8 +115,9 @@ def _die_with_parent() -> Callable[[], None] | None:
 class _Ranks:
     """The started processes, each the leader of a process group, so that its own children can be ended with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_rank: int) -> None:
         self.processes: list[subprocess.Popen[bytes]] = []
+        self.first_rank = first_rank
 
     def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
         in_child = _die_with_parent()
@@ -125,10 +129,19 @@ class _Ranks:
     def alive(self) -> list[subprocess.Popen[bytes]]:
         return [process for process in self.processes if process.poll() is None]
 
+    def ended(self) -> list[int]:
+        """Ranks that ended."""
+        return [self.first_rank + number for number, process in enumerate(self.processes) if process.poll() is not None]
+
     def failure(self) -> tuple[int, int] | None:
-        """(local rank, exit code) of a rank that failed. One that saved a checkpoint and stopped did not: the others do so too."""
-        codes = [process.poll() for process in self.processes]
-        return next(((rank, code) for rank, code in enumerate(codes) if code not in (None, 0, PreemptedError.exit_code)), None)
+        """(rank, exit code) of a rank that failed. One that saved a checkpoint and stopped did not: the others do so too.
+
+        Of several, one that was killed: others then fail because it is gone, NCCL's by SIGABRT.
+        """
+        codes = {self.first_rank + number: process.poll() for number, process in enumerate(self.processes)}
+        failed = [(rank, code) for rank, code in codes.items() if code not in (None, 0, PreemptedError.exit_code)]
+        killed = [(rank, code) for rank, code in failed if code < 0 and code != -signal.SIGABRT]
+        return next(iter([*killed, *failed]), None)
 
     def preempted(self) -> bool:
         return any(process.returncode == PreemptedError.exit_code for process in self.processes)
@@ -152,12 +165,13 @@ class _Ranks:
 
 @contextlib.contextmanager
 def _received_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM in place of dying of them. Only the main thread can; elsewhere the list stays empty."""
+    """Collects SIGINT and what asks to stop in place of dying of it. Only the main thread can; elsewhere the list stays empty."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received
         return
-    before = {signum: signal.signal(signum, lambda number, _: received.append(number)) for signum in (signal.SIGINT, signal.SIGTERM)}
+    collected = (signal.SIGINT, *STOP_SIGNALS)
+    before = {signum: signal.signal(signum, lambda number, _: received.append(number)) for signum in collected}
     try:
         yield received
     finally:
@@ -170,21 +184,29 @@ def _exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-def _report(local_rank: int, code: int) -> None:
-    reason = f"died of {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    print(f"swiftcp: local rank {local_rank} {reason}, the other ranks are stopped", file=sys.stderr, flush=True)
+def _say(text: str) -> None:
+    print(f"swiftcp: {text}", file=sys.stderr, flush=True)
 
 
-def _supervise(ranks: _Ranks, received: Sequence[int], grace_seconds: float) -> int:
-    """Wait for the ranks, pass signals on, and stop all if one fails. Returns the exit code of the first that failed."""
+def _reason(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "was killed by SIGKILL (systems do so where memory runs out)"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _supervise(ranks: _Ranks, received: Sequence[int], grace_seconds: float, end_seconds: float) -> int:
+    """Wait for the ranks, pass signals on, and stop all if one fails or does not end with the others. Returns the exit code."""
     num_forwarded = 0
     kill_at = float("inf")
     while ranks.alive() and ranks.failure() is None:
         for signum in received[num_forwarded:]:
-            ranks.signal(signum)
-            if signum == signal.SIGINT or num_forwarded > 0:  # the first SIGTERM gives all the time that a checkpoint takes
+            ranks.signal(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
+            if signum == signal.SIGINT or signum in received[:num_forwarded]:  # the first gives all the time that a checkpoint takes
                 kill_at = min(kill_at, time.monotonic() + grace_seconds)
             num_forwarded += 1
+        if ranks.ended():
+            kill_at = min(kill_at, time.monotonic() + end_seconds)
+            end_seconds = float("inf")
         if time.monotonic() > kill_at:
             break
         time.sleep(_POLL_SECONDS)
@@ -192,18 +214,31 @@ def _supervise(ranks: _Ranks, received: Sequence[int], grace_seconds: float) -> 
     if failure is not None:
         _stop_others(ranks, failure, grace_seconds, silent=bool(received))
     if signal.SIGINT in received:
+        _say("interrupted: the ranks are stopped")
         return 130
     if failure is not None:
         return _exit_code(failure[1])
-    if ranks.alive():
-        return 128 + received[-1]
-    return PreemptedError.exit_code if ranks.preempted() else 0
+    return _end_of_stuck(ranks, received) if ranks.alive() else PreemptedError.exit_code if ranks.preempted() else 0
+
+
+def _end_of_stuck(ranks: _Ranks, received: Sequence[int]) -> int:
+    """The exit code of a run whose last ranks had to be killed, though none failed."""
+    ended = ranks.ended()
+    stuck = [rank for rank in range(ranks.first_rank, ranks.first_rank + len(ranks.processes)) if rank not in ended]
+    names = f"rank {', '.join(map(str, stuck))}"
+    if ended:
+        _say(f"rank {', '.join(map(str, ended))} ended, but {names} did not: killed. The output before says what was saved")
+        return PreemptedError.exit_code if ranks.preempted() else 1
+    _say(f"{names} did not stop after {signal.Signals(received[-1]).name}: killed")
+    return 128 + received[-1]
 
 
 def _stop_others(ranks: _Ranks, failure: tuple[int, int], grace_seconds: float, *, silent: bool) -> None:
-    local_rank, code = failure
-    if not silent and code != ConfigError.exit_code and len(ranks.processes) > 1:
-        _report(local_rank, code)
+    rank, code = failure
+    if silent and code in (-signal.SIGTERM, -signal.SIGUSR1):
+        _say(f"stopped by {signal.Signals(-code).name}")
+    elif not silent and code != ConfigError.exit_code and len(ranks.processes) > 1:
+        _say(f"rank {rank} {_reason(code)}, the other ranks are stopped")
     ranks.signal(signal.SIGTERM)
     ranks.wait(grace_seconds)
 
@@ -219,10 +254,12 @@ def launch_local(
     master_addr: str = LOOPBACK,
     master_port: int | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    end_seconds: float = END_SECONDS,
 ) -> int:
     """Run `[*prefix, *arguments]` once for each rank of this machine and wait for all.
 
-    If one fails, the others get SIGTERM and, `grace_seconds` later, SIGKILL. SIGINT and SIGTERM are passed on.
+    If one fails, the others get SIGTERM and, `grace_seconds` later, SIGKILL. SIGINT is passed on; SIGTERM and SIGUSR1 are, as SIGTERM.
+    A rank that has not ended `end_seconds` behind the first that did is killed.
 
     Args:
         nproc: ranks of this machine.
@@ -234,10 +271,10 @@ def launch_local(
     meeting_point = {"MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port or free_port()), "SWIFTCP_LAUNCHER": "swiftcp"}
     inherited = base_environment(os.environ if env is None else env, nproc) | meeting_point
     environments = [inherited | rank_variables(i, nproc, node_rank=node_rank, num_nodes=num_nodes) for i in range(nproc)]
-    ranks = _Ranks()
+    ranks = _Ranks(node_rank * nproc)
     with _received_signals() as received:
         try:
             ranks.start([*prefix, *arguments], environments)
-            return _supervise(ranks, received, grace_seconds)
+            return _supervise(ranks, received, grace_seconds, end_seconds)
         finally:
             ranks.kill()

@@ -2,12 +2,61 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import warnings
+from collections.abc import Iterator
+from types import FrameType
 
+from swiftcp.errors import PreemptedError
 from swiftcp.parallel.engine import hide_broken_transformer_engine
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What asks a run to save and stop. SLURM sends the second before a time limit, where a script asks for it."""
+
+
+def _on_stop_signal(signum: int, frame: FrameType | None) -> None:
+    """Stands for "nothing to save now": `_end_at_once` acts on it."""
+
+
+def _end_at_once(pipe: int, first_rank: bool) -> None:
+    """In a thread, for the main one may be waiting for other ranks, or for a file, where no handler of Python's runs."""
+    while signums := os.read(pipe, 64):
+        if any(signal.getsignal(signum) is _on_stop_signal for signum in signums):
+            if first_rank:
+                print(
+                    "swiftcp: asked to stop outside of the training steps: nothing new to save; start the run again to go on",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            os._exit(PreemptedError.exit_code)
+    os.close(pipe)
+
+
+@contextlib.contextmanager
+def stoppable_at_once(*, first_rank: bool) -> Iterator[None]:
+    """Inside, SIGTERM and SIGUSR1 end this process with the exit code of a run that was stopped, while nothing else handles them:
+    before the training steps there is nothing to save, and behind them all is saved. Only the main thread can; elsewhere nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    before = {signum: signal.signal(signum, _on_stop_signal) for signum in STOP_SIGNALS}
+    before_fd = signal.set_wakeup_fd(writing)
+    threading.Thread(target=_end_at_once, args=(reading, first_rank), daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before_fd)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+        os.close(writing)  # ends the thread
 
 
 def prepare_rank(device: str) -> None:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from swiftcp.config import Concern, LogprobsConfig, Machine, ParityConfig, ResolvedConfig, TrainConfig, resolve, validate
 from swiftcp.config.bench import BenchConfig, validate_bench
+from swiftcp.config.concerns import TrainingMode
 from swiftcp.config.facts import read_shape_facts
-from swiftcp.errors import ConfigError, PreemptedError, TrainingError
-from swiftcp.launch import count_gpus, launch_local
+from swiftcp.config.slurm import JobConfig, write_script
+from swiftcp.errors import ConfigError, LostContactError, PreemptedError, TrainingError, is_lost_contact
+from swiftcp.launch import SWIFTCP, count_gpus, launch_local
 from swiftcp.models.shapes import find_shape
-from swiftcp.rank import prepare_rank, set_up_logging
+from swiftcp.rank import prepare_rank, set_up_logging, stoppable_at_once
 from swiftcp.topology import Topology, find_topology
 
 Command = Literal["sft", "pt", "logprobs", "parity", "bench"]
@@ -47,10 +52,49 @@ def prepare(
         num_gpus=0 if config.device == "cpu" else num_gpus,
         model_parallel_size=config.model_parallel_size,
     )
-    machine = Machine(topology.world_size, topology.local_world_size, num_gpus)
+    machine = Machine(topology.world_size, topology.local_world_size, topology.gpus_of_node(num_gpus))
     if isinstance(config, BenchConfig):
         return validate_bench(resolved, machine, read_shape_facts(find_shape(config.shape))), topology
     return validate(resolved, machine), topology
+
+
+def make_job_script(job: JobConfig, mode: TrainingMode, recipe: Path, arguments: Sequence[str]) -> str:
+    """The script that sbatch takes for `swiftcp sft` or `pt`; the recipe is resolved and checked for the job's nodes first.
+
+    Raises:
+        ConfigError: the recipe is wrong, or its layout does not fit the nodes.
+    """
+    job.check()
+    words = [str(recipe.resolve()), *arguments]
+    resolved = resolve(TrainConfig, words, environment=os.environ)
+    config, per_node = resolved.config, job.gpus_per_node
+    if config.nproc_per_node not in (None, per_node):
+        origin = resolved.origins["nproc_per_node"]
+        raise ConfigError(f"nproc_per_node {config.nproc_per_node} [{origin}] is not --gpus_per_node {per_node}: leave it out")
+    machine = Machine(job.nodes * per_node, per_node, 0 if config.device == "cpu" else per_node)
+    full = validate(resolved, machine)
+    given = [] if config.nproc_per_node else [f"--nproc_per_node={per_node}"]
+    return write_script(
+        job,
+        recipe,
+        [*SWIFTCP, mode, *words, *given],
+        full.derived[0],
+        folder=Path.cwd(),
+        on_cpu=full.config.device == "cpu",
+        preempted=PreemptedError.exit_code,
+    )
+
+
+def submit_job(script: str) -> int:
+    """Hand a job script to sbatch, which says the job's number. Returns sbatch's exit code.
+
+    Raises:
+        ConfigError: there is no sbatch.
+    """
+    sbatch = shutil.which("sbatch")
+    if sbatch is None:
+        raise ConfigError("--submit needs sbatch, which is not on PATH: run it where jobs are submitted, or write the script with --output")
+    return subprocess.run([sbatch], input=script, text=True, check=False).returncode
 
 
 def _run_rank(command: Command, resolved: ResolvedConfig[Any], topology: Topology) -> None:
@@ -71,9 +115,10 @@ def _run_rank(command: Command, resolved: ResolvedConfig[Any], topology: Topolog
         bench.run(resolved)
         return
     assert command in ("sft", "pt")
-    from swiftcp.trainers import sft
+    with stoppable_at_once(first_rank=topology.rank == 0):
+        from swiftcp.trainers import sft
 
-    sft.train(resolved, command)
+        sft.train(resolved, command)
 
 
 def _run_parity(resolved: ResolvedConfig[Any], topology: Topology) -> int:
@@ -102,7 +147,12 @@ def run(command: Command, arguments: Sequence[str], *, values: Mapping[str, obje
     if command == "parity":
         return _run_parity(resolved, topology)
     if topology.rank is not None:
-        _run_rank(command, resolved, topology)
+        try:
+            _run_rank(command, resolved, topology)
+        except RuntimeError as error:
+            if is_lost_contact(error):
+                raise LostContactError(f"rank {topology.rank} lost contact with another rank: {error}") from error
+            raise
         return 0
     return launch_local(
         [command, *arguments, *_as_arguments(values or {})],

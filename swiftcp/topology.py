@@ -11,12 +11,11 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from swiftcp.config.slurm import FIRST_PORT, NUM_PORTS
 from swiftcp.config.wording import counted
 from swiftcp.errors import ConfigError
 from swiftcp.launch import LOOPBACK, rank_variables
 
-_SLURM_PORTS = (12000, 20000)
-"""First port and number of ports for SLURM jobs: below those that systems hand out."""
 _DEFAULT_PORT = 29500
 
 
@@ -43,6 +42,11 @@ class Topology:
     def rank(self) -> int | None:
         return None if self.local_rank is None else self.node_rank * self.local_world_size + self.local_rank
 
+    def gpus_of_node(self, num_visible: int) -> int:
+        """GPUs of this node's ranks, where this process sees so many: `srun --gpus-per-task=1` shows each rank its own alone."""
+        own_alone = self.source == "SLURM" and self.local_rank is not None and num_visible == 1
+        return self.local_world_size if own_alone else num_visible
+
     def variables(self) -> dict[str, str]:
         """What torch's rendezvous reads, for a process that is a rank of several."""
         assert self.local_rank is not None and self.master_port is not None
@@ -51,6 +55,8 @@ class Topology:
 
     def describe(self) -> str:
         meeting_point = f", meeting at {self.master_addr}:{self.master_port}" if self.master_port else ""
+        if self.num_nodes > 1 and _is_loopback(self.master_addr):
+            meeting_point += " (this machine alone: nodes on other machines would never come)"
         return f"ranks from {self.source}: {counted(self.num_nodes, 'node')} x {self.local_world_size}{meeting_point}"
 
 
@@ -83,15 +89,13 @@ def _is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
-def _meeting_point(environment: Mapping[str, str], num_nodes: int, who: str) -> tuple[str, int]:
+def _meeting_point(environment: Mapping[str, str], who: str) -> tuple[str, int]:
     """MASTER_ADDR and MASTER_PORT, which must be there."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environment.get(name)]
     if missing:
         raise ConfigError(f"{who} without {' and '.join(missing)}: ranks would not find each other: set them alike on every node")
     address, port = environment["MASTER_ADDR"], _integer(environment, "MASTER_PORT")
     assert port is not None
-    if num_nodes > 1 and _is_loopback(address):
-        raise ConfigError(f"MASTER_ADDR={address} is this machine alone, but there are {num_nodes} nodes: set the first node's address")
     return address, port
 
 
@@ -120,7 +124,7 @@ def _from_torchrun(environment: Mapping[str, str], nproc_per_node: int | None) -
     _one_launcher_per_node(environment)
     if world_size == 1:
         return Topology("torchrun", 1, 0, 1, 0)
-    address, port = _meeting_point(environment, num_nodes, "RANK and WORLD_SIZE")
+    address, port = _meeting_point(environment, "RANK and WORLD_SIZE")
     source = environment.get("SWIFTCP_LAUNCHER", "torchrun")
     return Topology(source, num_nodes, rank // local_world_size, local_world_size, local_rank, address, port)
 
@@ -151,14 +155,19 @@ def _slurm_meeting_point(environment: Mapping[str, str], num_nodes: int) -> tupl
     """MASTER_ADDR and MASTER_PORT where they are set, else the job's first node and a port that its id gives."""
     lists = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     nodes = next((environment[name] for name in lists if environment.get(name)), "")
-    first, count = _SLURM_PORTS
     job = _integer(environment, "SLURM_JOB_ID")
     found = {
         "MASTER_ADDR": LOOPBACK if num_nodes == 1 else first_host(nodes),
-        "MASTER_PORT": str(_DEFAULT_PORT if job is None else first + job % count),
+        "MASTER_PORT": str(_DEFAULT_PORT if job is None else FIRST_PORT + job % NUM_PORTS),
     }
     given = {name: environment[name] for name in found if environment.get(name)}
-    return _meeting_point(found | given, num_nodes, f"SLURM with {num_nodes} nodes")
+    address, port = _meeting_point(found | given, f"SLURM with {num_nodes} nodes")
+    if num_nodes > 1 and _is_loopback(address) and not _is_loopback(found["MASTER_ADDR"]):
+        raise ConfigError(
+            f"MASTER_ADDR={address} is each node itself, but the job's nodes are {nodes}: "
+            f"set MASTER_ADDR={found['MASTER_ADDR']}, or unset it"
+        )
+    return address, port
 
 
 def first_host(node_list: str) -> str:
@@ -206,7 +215,7 @@ def _from_nodes(environment: Mapping[str, str], nproc: int) -> Topology | None:
     _below("NODE_RANK", node_rank or 0, "NNODES", num_nodes)
     if num_nodes == 1:
         return None
-    address, port = _meeting_point(environment, num_nodes, f"NNODES={num_nodes}")
+    address, port = _meeting_point(environment, f"NNODES={num_nodes}")
     return Topology("NNODES", num_nodes, node_rank or 0, nproc, 0 if nproc == 1 else None, address, port)
 
 

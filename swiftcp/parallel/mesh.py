@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from swiftcp.errors import ConfigError
+from swiftcp.parallel.rendezvous import Place, meet
 
 
 @dataclass(frozen=True)
@@ -86,21 +88,32 @@ def select_device(device: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch finds no CUDA device: set device to cpu or auto")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return torch.device("cuda", local_rank if torch.cuda.device_count() > 1 else 0)  # srun --gpus-per-task shows each rank its own alone
 
 
-def start_process_group(device: torch.device, timeout_minutes: float = 30) -> None:
-    """Join the ranks that the launcher's variables describe; a lone process becomes a world of one."""
+def start_process_group(device: torch.device, terms: Mapping[str, str] | None = None, timeout_minutes: float = 30) -> None:
+    """Join the ranks that the launcher's variables describe; a lone process becomes a world of one.
+
+    Args:
+        terms: what must be the same on every node, by name.
+    Raises:
+        ConfigError: nodes differ in that, or in how many ranks there are.
+        TrainingError: a node did not come.
+    """
     if dist.is_initialized():
         return
     timeout = datetime.timedelta(minutes=timeout_minutes)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    place = Place.from_environment()
+    store = meet(place, terms or {})
+    store.set_timeout(timeout)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout)
 
 
 def build_mesh(

@@ -9,6 +9,7 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ _VARIABLES = ("CUDA_", "MASTER_", "NCCL_", "NNODES", "NODE_RANK", "NPROC_", "NVT
 """Beginnings of the names of the environment variables that are written down: what a launcher or a library is told."""
 
 
-def _versions() -> dict[str, str]:
+def versions_of(packages: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
     versions = {}
-    for package in _PACKAGES:
+    for package in packages:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -44,7 +46,7 @@ def environment(mesh: Mesh) -> dict[str, Any]:
         "cuda": torch.version.cuda if on_cuda else None,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": _versions(),
+        "packages": versions_of(_PACKAGES),
         "variables": {
             name: mask(f"{name}={value}").partition("=")[2] for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
         },

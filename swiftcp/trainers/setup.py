@@ -14,6 +14,7 @@ from megatron.core import tensor_parallel
 from swiftcp.checkpoint.hf_reader import load_hf_folder
 from swiftcp.config.bench import BenchConfig
 from swiftcp.config.concerns import LogprobsConfig, ParallelConfig, ParityConfig, RecomputeConfig, TrainConfig
+from swiftcp.config.secrets import mask
 from swiftcp.errors import ConfigError
 from swiftcp.models.build import build_chunks, transformer_config
 from swiftcp.models.family import Family
@@ -24,6 +25,7 @@ from swiftcp.parallel import cpu_shim
 from swiftcp.parallel.layer_specs import select_backend
 from swiftcp.parallel.mesh import Mesh, build_mesh, select_device, start_process_group
 from swiftcp.trainers.random_weights import initialize
+from swiftcp.trainers.run_files import versions_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,17 @@ class Source:
     geometry: TowerGeometry
 
 
+PER_NODE_KEYS = frozenset({"nproc_per_node", "dataloader_num_workers", "report_to"})
+"""Keys whose default may differ from node to node, and may do so."""
+
+
+def _terms(config: RunConfig | BenchConfig) -> dict[str, str]:
+    """What nodes must agree on: the configuration, secrets masked, and the versions that decide what comes of it."""
+    values = {key: mask(str(value)) for key, value in config.model_dump().items() if key not in PER_NODE_KEYS}
+    versions = versions_of(("swiftcp", "torch", "megatron-core", "transformers"))
+    return values | {f"version of {package}": version for package, version in versions.items()}
+
+
 def start_ranks(config: RunConfig | BenchConfig) -> Mesh:
     """Device, process group, mesh and seeds of this rank. What follows must run inside `cpu_shim.cpu_mode()`.
 
@@ -55,7 +68,7 @@ def start_ranks(config: RunConfig | BenchConfig) -> Mesh:
     device = select_device(config.device)
     if device.type == "cpu":
         cpu_shim.install()
-    start_process_group(device)
+    start_process_group(device, _terms(config))
     mesh = build_mesh(
         device,
         tensor_model_parallel_size=config.tensor_model_parallel_size,

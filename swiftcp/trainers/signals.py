@@ -1,4 +1,7 @@
-"""SIGTERM during training: remembered, agreed on by all ranks at a step's end, then acted upon; nothing is saved in the handler."""
+"""SIGTERM and SIGUSR1 during training: remembered, agreed on by all ranks at a step's end, then acted upon.
+
+Nothing is saved in the handler.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from swiftcp.parallel.mesh import Mesh
+from swiftcp.rank import STOP_SIGNALS
 
 
 class StopRequest:
@@ -34,13 +38,14 @@ class StopRequest:
 
 @contextmanager
 def stop_on_sigterm() -> Iterator[StopRequest]:
-    """Inside, SIGTERM sets the request in place of ending the process. Only the main thread can; elsewhere nothing changes."""
+    """Inside, SIGTERM and SIGUSR1 set the request in place of ending the process. Only the main thread can; elsewhere nothing changes."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = signal.signal(signal.SIGTERM, request._receive)
+    before = {signum: signal.signal(signum, request._receive) for signum in STOP_SIGNALS}
     try:
         yield request
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from swiftcp.checkpoint.together import gather_all
 from swiftcp.data.batch import Batch
-from swiftcp.errors import SwiftcpError, TrainingError
+from swiftcp.errors import LostContactError, SwiftcpError, TrainingError, is_lost_contact
 from swiftcp.models.inputs import ModelInputs
 from swiftcp.models.mm_gpt_model import named_parameters
 from swiftcp.models.towers import TowerGeometry
@@ -121,6 +121,8 @@ def _failure(error: Exception, rank: int, rows: Sequence[int]) -> TrainingError:
     """What ends this rank, and with it the others. Where the error is not one for users, its traceback is shown."""
     if isinstance(error, SwiftcpError):
         return TrainingError(f"rank {rank}: {error}")
+    if is_lost_contact(error):
+        return LostContactError(f"rank {rank} lost contact with another rank: {error}")
     traceback.print_exception(error)
     where = f"data set rows {', '.join(map(str, rows))}" if rows else "reading data"
     return TrainingError(f"rank {rank} failed on {where}: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""`swiftcp sft` as users start it, with its processes: SIGTERM to all of them, and an error on a rank."""
+"""`swiftcp sft` as users start it, with its processes: SIGTERM to all of them, an error on a rank, a rank that is killed."""
 
 from __future__ import annotations
 
@@ -109,4 +109,15 @@ def test_an_error_on_a_rank_ends_all_and_names_the_row(start: Start, tmp_path: P
         image.unlink()
     assert run.end(SECONDS_TO_END) == 1, run.output()
     assert "error: rank " in run.output() and f"{tmp_path / 'rows' / 'rows.jsonl'}:" in run.output()
+    assert session_members(run.process.pid) == []
+
+
+def test_a_rank_that_is_killed_is_named_and_no_innocent_row(start: Start, tmp_path: Path) -> None:
+    run = start("--train_iters=5000", "--dataloader_num_workers=0")
+    run.wait_for_step(tmp_path / "run" / "logging.jsonl", 2)
+    [victim] = [pid for pid in session_members(run.process.pid) if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+    os.kill(victim, signal.SIGKILL)
+    assert run.end(SECONDS_TO_END) == 128 + signal.SIGKILL, run.output()
+    after = run.output().rpartition("step ")[2].splitlines()[1:]
+    assert after[0].startswith("swiftcp: rank 1 was killed by SIGKILL") and "data set rows" not in run.output(), run.output()
     assert session_members(run.process.pid) == []

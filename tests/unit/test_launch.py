@@ -103,10 +103,10 @@ time.sleep(600)
     assert time.monotonic() - started < 8
     assert_gone(tmp_path / "zero")
     errors = capfd.readouterr().err.splitlines()
-    assert errors == ["what went wrong", "swiftcp: local rank 1 ended with exit code 7, the other ranks are stopped"]
+    assert errors == ["what went wrong", "swiftcp: rank 1 ended with exit code 7, the other ranks are stopped"]
 
 
-def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(tmp_path):
+def test_a_rank_that_ignores_sigterm_is_killed_with_its_children(tmp_path, capfd):
     text = """
 if rank == 1:
     while not pathlib.Path(__file__).with_name("zero").exists():
@@ -118,8 +118,32 @@ pathlib.Path(__file__).with_name("child").write_text(str(child.pid))
 note("zero")
 time.sleep(600)
 """
-    assert launch_local([], 2, prefix=program(tmp_path, text), grace_seconds=0.3) == 128 + signal.SIGKILL
+    arguments = dict(node_rank=1, num_nodes=2, master_addr="node0", master_port=29500)
+    text = f"rank -= 2\n{text}"
+    assert launch_local([], 2, prefix=program(tmp_path, text), grace_seconds=0.3, **arguments) == 128 + signal.SIGKILL
     assert_gone(tmp_path / "zero", tmp_path / "child")
+    assert capfd.readouterr().err.startswith("swiftcp: rank 3 was killed by SIGKILL (systems do so where memory runs out)")
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 1), (75, 75)])
+def test_a_rank_that_does_not_end_with_the_others_is_killed(tmp_path, capfd, code, expected):
+    text = f"note('zero') if rank == 0 else sys.exit({code})\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(600)"
+    assert launch_local([], 2, prefix=program(tmp_path, text), end_seconds=0.5) == expected
+    assert_gone(tmp_path / "zero")
+    assert capfd.readouterr().err == "swiftcp: rank 1 ended, but rank 0 did not: killed. The output before says what was saved\n"
+
+
+def test_of_several_that_fail_the_one_that_was_killed_is_named(tmp_path, capfd):
+    text = """
+if rank == 1:
+    note("one")
+    os.kill(os.getpid(), signal.SIGKILL)
+while not pathlib.Path(__file__).with_name("one").exists():
+    pass
+os.abort()
+"""
+    assert launch_local([], 2, prefix=program(tmp_path, text)) == 128 + signal.SIGKILL
+    assert capfd.readouterr().err.splitlines()[-1].startswith("swiftcp: rank 1 was killed by SIGKILL")
 
 
 def test_a_preempted_run_lets_all_ranks_end(tmp_path):
@@ -139,15 +163,31 @@ time.sleep(600)
 """
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
-def test_signals_are_passed_on(tmp_path, signum, code):
+INTERRUPTED = "swiftcp: interrupted: the ranks are stopped\n"
+
+
+@pytest.mark.parametrize(
+    ("signum", "code", "told"), [(signal.SIGTERM, 75, ""), (signal.SIGUSR1, 75, ""), (signal.SIGINT, 130, INTERRUPTED)]
+)
+def test_signals_are_passed_on(tmp_path, signum, code, told):
     launcher = start_launcher(tmp_path, HANGING)
     wait_for(tmp_path / "rank0", tmp_path / "rank1")
     launcher.send_signal(signum)
     assert launcher.wait(20) == code
-    wait_for(tmp_path / f"signal{int(signum)}-0", tmp_path / f"signal{int(signum)}-1")
+    passed_on = int(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM)
+    wait_for(tmp_path / f"signal{passed_on}-0", tmp_path / f"signal{passed_on}-1")
     assert_gone(tmp_path / "rank0", tmp_path / "rank1")
-    assert launcher.stderr is not None and launcher.stderr.read() == ""
+    assert launcher.stderr is not None and launcher.stderr.read() == told
+
+
+def test_sigterm_behind_sigusr1_does_not_cut_a_checkpoint_short(tmp_path):
+    text = "signal.signal(signal.SIGTERM, lambda *_: None)\nnote(f'rank{rank}')\nend = time.monotonic() + 2\n"
+    launcher = start_launcher(tmp_path, text + "while time.monotonic() < end: time.sleep(0.1)\nsys.exit(75)", grace_seconds=0.1)
+    wait_for(tmp_path / "rank0", tmp_path / "rank1")
+    for signum in (signal.SIGUSR1, signal.SIGTERM):
+        launcher.send_signal(signum)
+        time.sleep(0.2)
+    assert launcher.wait(20) == 75
 
 
 def test_an_interrupt_that_ranks_ignore_kills_them(tmp_path):

@@ -101,8 +101,6 @@ def test_first_host_of_a_node_list(node_list, host):
         (TORCHRUN | dict(LOCAL_RANK="2"), "do not fit"),
         (TORCHRUN | dict(RANK="one"), "RANK='one' is no whole number"),
         (TORCHRUN | dict(NNODES="4"), "number of nodes is contradictory: NNODES=4"),
-        (TORCHRUN | dict(MASTER_ADDR="127.0.0.1"), "this machine alone, but there are 2 nodes"),
-        (TORCHRUN | dict(MASTER_ADDR="localhost"), "this machine alone, but there are 2 nodes"),
         (without(TORCHRUN, "MASTER_PORT"), "without MASTER_PORT"),
         (TORCHRUN | dict(TORCHELASTIC_RUN_ID="x", SLURM_STEP_NUM_TASKS="16", SLURM_STEP_NUM_NODES="2"), "--ntasks-per-node=1"),
         (SRUN | dict(SLURM_PROCID="8"), "SLURM_PROCID=8 is not below"),
@@ -110,7 +108,10 @@ def test_first_host_of_a_node_list(node_list, host):
         (SRUN | dict(SLURM_LOCALID="2"), "--distribution=block"),
         (SRUN | dict(NNODES="3"), "NNODES=3, SLURM's number of nodes=2"),
         (SRUN | dict(NODE_RANK="0"), "NODE_RANK=0, SLURM_NODEID=1"),
-        (SRUN | dict(MASTER_ADDR="127.0.0.1"), "this machine alone, but there are 2 nodes"),
+        (
+            SRUN | dict(MASTER_ADDR="127.0.0.1"),
+            "MASTER_ADDR=127.0.0.1 is each node itself, but the job's nodes are gpu[07-08]: set MASTER_ADDR=gpu07",
+        ),
         (without(SRUN, "SLURM_JOB_NODELIST"), "without MASTER_ADDR"),
         (without(SRUN, "SLURM_STEP_ID") | dict(ENVIRONMENT="BATCH"), "write srun in front"),
         (without(NODES, "NODE_RANK"), "NNODES=2 without NODE_RANK"),
@@ -118,7 +119,6 @@ def test_first_host_of_a_node_list(node_list, host):
         (without(NODES, "MASTER_ADDR", "MASTER_PORT"), "without MASTER_ADDR and MASTER_PORT"),
         (NODES | dict(NODE_RANK="2"), "NODE_RANK=2 is not below NNODES=2"),
         (NODES | dict(NNODES="0"), "NNODES=0"),
-        (NODES | dict(MASTER_ADDR="localhost"), "this machine alone"),
     ],
 )
 def test_case_37_variables_that_do_not_agree_are_refused(environment, part):
@@ -140,3 +140,15 @@ def test_case_37_a_port_in_use_is_refused():
 
 def test_torchrun_inside_a_batch_script_is_fine():
     assert find(TORCHRUN | without(SRUN, "SLURM_STEP_ID") | dict(ENVIRONMENT="BATCH")).source == "torchrun"
+
+
+@pytest.mark.parametrize("environment", [TORCHRUN, NODES])
+def test_nodes_on_one_machine_may_meet_on_the_loopback(environment):
+    assert "this machine alone" in find(environment | dict(MASTER_ADDR="127.0.0.1")).describe()
+
+
+def test_a_rank_of_srun_that_sees_one_gpu_has_its_own():
+    assert find(SRUN, num_gpus=1).gpus_of_node(1) == 4
+    assert find(SRUN, num_gpus=4).gpus_of_node(4) == 4
+    assert find(SRUN | dict(SLURM_NTASKS="2", SLURM_PROCID="1", SLURM_LOCALID="0"), num_gpus=2).gpus_of_node(1) == 1
+    assert find(TORCHRUN).gpus_of_node(1) == 1
