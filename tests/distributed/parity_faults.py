@@ -65,7 +65,22 @@ def deepstack_off() -> Any:
     return mock.patch.object(DeepstackLayer, "forward", forward)
 
 
+def deepstack_sliced() -> Any:
+    """Under sequence parallelism each rank slices the deepstack features, so that their gradient stays with the rank that owns the token."""
+    from swiftcp.models import mm_gpt_model
+
+    return mock.patch.object(mm_gpt_model, "scatter_shares", lambda whole, shares, group: whole.split(shares)[group.rank()])
+
+
+def head_gradient_not_summed() -> Any:
+    """The hidden states keep the part of their gradient that comes from the rank's own rows of the vocabulary."""
+    from swiftcp.models import mm_gpt_model
+
+    return mock.patch.object(mm_gpt_model, "copy_to_tensor_model_parallel_region", lambda hidden, group: hidden)
+
+
 FAULTS = {function.__name__: function for function in (contiguous_partition, labels_shifted_after_the_cut, sectioned_mrope, deepstack_off)}
+TENSOR_PARALLEL_FAULTS = {function.__name__: function for function in (deepstack_sliced, head_gradient_not_summed)}
 
 
 def run_stage(task: dict[str, Any], fault: str | None) -> None:
@@ -73,5 +88,5 @@ def run_stage(task: dict[str, Any], fault: str | None) -> None:
     from swiftcp.parallel import mesh
     from swiftcp.trainers import parity_stages
 
-    with FAULTS[fault]() if fault else mock.MagicMock(), mock.patch.object(mesh, "stop"):
+    with (FAULTS | TENSOR_PARALLEL_FAULTS)[fault]() if fault else mock.MagicMock(), mock.patch.object(mesh, "stop"):
         parity_stages.run_stage(task)

@@ -1,4 +1,4 @@
-"""`swiftcp parity` holds on images and a video under context parallelism, and finds each of four faults."""
+"""`swiftcp parity` holds on images and a video under context and tensor parallelism, and finds each of six faults."""
 
 from __future__ import annotations
 
@@ -53,6 +53,26 @@ def test_without_a_fault_it_holds(
     assert exit_code(ranks, [*options(tiny_qwen3_vl, rows), *more], None, num_ranks) == 0
     table = capsys.readouterr().out
     assert "parity holds" in table and "FAILED" not in table
+
+
+SEQUENCE_PARALLEL = ["--tensor_model_parallel_size", "2", "--sequence_parallel", "true"]
+
+
+@pytest.mark.parametrize("fault", [None, "deepstack_sliced"])
+def test_sequence_parallelism_with_context_parallelism(
+    ranks: RankPool, tiny_qwen3_vl: Path, rows: Path, fault: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(ranks, [*options(tiny_qwen3_vl, rows), *SEQUENCE_PARALLEL], fault, num_ranks=4) == (1 if fault else 0)
+    table = capsys.readouterr().out
+    assert "world 4 = tp 2 x pp 1 x cp 2 x dp 1" in table
+    broken = [line for line in table.splitlines() if "FAILED" in line]
+    if fault:  # the loss is right: the tower's gradients alone are wrong
+        assert broken and all("gradient" in line for line in broken) and "model.visual." in table
+
+
+def test_tensor_parallelism_whose_head_keeps_its_own_part_of_the_gradient(ranks: RankPool, tiny_qwen3_vl: Path, rows: Path) -> None:
+    arguments = [*options(tiny_qwen3_vl, rows), "--context_parallel_size", "1", "--tensor_model_parallel_size", "2"]
+    assert exit_code(ranks, arguments, "head_gradient_not_summed") == 1
 
 
 @pytest.mark.slow
