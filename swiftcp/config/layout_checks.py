@@ -183,7 +183,35 @@ def _warn_without_effect(case: Case) -> Iterator[Finding]:
         yield "hierarchical_context_parallel_sizes", "hierarchical_context_parallel_sizes has no effect without cp_comm_type a2a+p2p"
 
 
-LAYOUT_WARNINGS: tuple[Rule, ...] = (_warn_without_effect,)
+TESTED = frozenset(
+    frozenset(axes.split())
+    for axes in ("", "dp", "cp", "cp dp", "tp", "tp sp", "tp sp cp", "tp sp dp", "tp sp pp", "pp", "pp cp", "pp vpp")
+)
+"""Combinations that the tests compare with one rank; the table of docs/layouts.md."""
+
+
+def axes_in_use(case: Case) -> frozenset[str]:
+    """What of a layout is more than one, or on."""
+    config = case.config
+    used = {
+        "tp": config.tensor_model_parallel_size > 1,
+        "sp": config.sequence_parallel and config.tensor_model_parallel_size > 1,
+        "cp": config.context_parallel_size > 1,
+        "dp": (case.data_parallel_size or 1) > 1,
+        "pp": config.pipeline_model_parallel_size > 1,
+        "vpp": config.virtual_pipeline_model_parallel_size is not None,
+    }
+    return frozenset(axis for axis, is_used in used.items() if is_used)
+
+
+def _warn_untested(case: Case) -> Iterator[Finding]:
+    used = axes_in_use(case)
+    if used not in TESTED:
+        key = "tensor_model_parallel_size" if "tp" in used else "pipeline_model_parallel_size"
+        yield key, f"{' + '.join(sorted(used))} together are not among the layouts that are tested: check yours with swiftcp parity"
+
+
+LAYOUT_WARNINGS: tuple[Rule, ...] = (_warn_without_effect, _warn_untested)
 
 
 def describe_layout(case: Case) -> str:

@@ -32,6 +32,7 @@ LAYOUTS = {
     "TP2": Layout(2, {"tensor_model_parallel_size": 2}),
     "TP2+SP": Layout(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "TP2+SP+CP2": Layout(4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}),
+    "TP2+SP+PP2": Layout(4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}),
     "DP2": Layout(2),
     "DP2+CP2": Layout(4, {"context_parallel_size": 2}),
     "DP2, distributed optimizer": Layout(2, {"use_distributed_optimizer": True}),

@@ -66,7 +66,7 @@ def deepstack_off() -> Any:
 
 
 def deepstack_sliced() -> Any:
-    """Under sequence parallelism each rank slices the deepstack features, so that their gradient stays with the rank that owns the token."""
+    """Under sequence parallelism each rank slices the deepstack features, so that their gradient stays with the owner of the token."""
     from swiftcp.models import mm_gpt_model
 
     return mock.patch.object(mm_gpt_model, "scatter_shares", lambda whole, shares, group: whole.split(shares)[group.rank()])

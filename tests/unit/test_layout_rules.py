@@ -6,18 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from swiftcp.config import Machine
+from swiftcp.config import Machine, ResolvedConfig, TrainConfig
 from swiftcp.errors import ConfigError
 from tests.unit.config_fixtures import valid, write_model, write_rows
 
 VPP = "virtual_pipeline_model_parallel_size"
 
 
-def derived(folder: Path, keys: str, world_size: int) -> str:
-    """The first derived line of a valid layout."""
+def resolved(folder: Path, keys: str, world_size: int) -> ResolvedConfig[TrainConfig]:
     write_model(folder / "model", num_hidden_layers=8)
     write_rows(folder / "rows.jsonl")
-    return valid(folder, *keys.split(), machine=Machine(world_size, world_size, 0)).derived[0]
+    return valid(folder, *keys.split(), machine=Machine(world_size, world_size, 0))
+
+
+def derived(folder: Path, keys: str, world_size: int) -> str:
+    """The first derived line of a valid layout."""
+    return resolved(folder, keys, world_size).derived[0]
 
 
 @pytest.mark.parametrize(
@@ -66,3 +70,19 @@ def test_layouts_that_do_not_fit(tmp_path, keys, world_size, message):
     with pytest.raises(ConfigError) as caught:
         derived(tmp_path, keys, world_size)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "world_size", "axes"),
+    [
+        ("-tp 2 --sequence_parallel true -cp 2", 4, None),
+        ("-tp 2 -pp 2 -cp 2", 8, "cp + pp + tp"),
+        (f"-pp 2 --{VPP} 2", 4, "dp + pp + vpp"),
+        ("-tp 2 --sequence_parallel true", 4, None),
+    ],
+)
+def test_a_layout_that_no_test_compares_with_one_rank_warns(tmp_path, keys, world_size, axes):
+    warnings = resolved(tmp_path, keys, world_size).warnings
+    untested = [warning for warning in warnings if "not among the layouts that are tested" in warning]
+    assert bool(untested) == (axes is not None)
+    assert axes is None or axes in untested[0]
