@@ -141,10 +141,11 @@ def test_run_files_mask_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert env["variables"]["NCCL_DEBUG"] == "INFO" and env["packages"]["torch"] == torch.__version__.partition("+")[0]
 
 
-def test_sigterm_is_remembered_and_does_not_end_the_process() -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_is_remembered_and_does_not_end_the_process(signum: int) -> None:
+    before = signal.getsignal(signum)
     with stop_on_sigterm() as request:
         assert not request.agreed(ONE_RANK)
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signum)
         assert request.agreed(ONE_RANK)
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(signum) == before
