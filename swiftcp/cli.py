@@ -88,6 +88,7 @@ _add_config_command("sft", "Supervised fine-tuning: loss on assistant turns.")
 _add_config_command("pt", "(Continued) pre-training: loss on every text token, no chat template.")
 _add_config_command("logprobs", "Per-token log-probabilities of a data set under any parallel layout.")
 _add_config_command("parity", "Prove that a layout gives the same results as one rank, and as transformers, on this machine.")
+_add_config_command("export", "A checkpoint of a run, of any layout, as a Hugging Face folder.")
 _add_config_command("bench", "Training speed of a real shape with random weights: tokens/s, MFU, peak memory, seconds by part.")
 
 

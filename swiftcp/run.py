@@ -16,6 +16,7 @@ from typing import Any, Literal
 from swiftcp.config import Concern, LogprobsConfig, Machine, ParityConfig, ResolvedConfig, TrainConfig, resolve, validate
 from swiftcp.config.bench import BenchConfig, validate_bench
 from swiftcp.config.concerns import TrainingMode
+from swiftcp.config.export import ExportConfig, validate_export
 from swiftcp.config.facts import read_shape_facts
 from swiftcp.config.slurm import JobConfig, write_script
 from swiftcp.errors import ConfigError, LostContactError, PreemptedError, TrainingError, is_lost_contact
@@ -24,7 +25,7 @@ from swiftcp.models.shapes import find_shape
 from swiftcp.rank import prepare_rank, set_up_logging, stoppable_at_once
 from swiftcp.topology import Topology, find_topology
 
-Command = Literal["sft", "pt", "logprobs", "parity", "bench"]
+Command = Literal["sft", "pt", "logprobs", "parity", "bench", "export"]
 
 CONFIG_CLASSES: dict[Command, type[Concern]] = {
     "sft": TrainConfig,
@@ -32,6 +33,7 @@ CONFIG_CLASSES: dict[Command, type[Concern]] = {
     "logprobs": LogprobsConfig,
     "parity": ParityConfig,
     "bench": BenchConfig,
+    "export": ExportConfig,
 }
 
 
@@ -49,12 +51,14 @@ def prepare(
     topology = find_topology(
         environment,
         nproc_per_node=config.nproc_per_node,
-        num_gpus=0 if config.device == "cpu" else num_gpus,
+        num_gpus=0 if config.device == "cpu" or isinstance(config, ExportConfig) else num_gpus,  # an export takes one replica
         model_parallel_size=config.model_parallel_size,
     )
     machine = Machine(topology.world_size, topology.local_world_size, topology.gpus_of_node(num_gpus))
     if isinstance(config, BenchConfig):
         return validate_bench(resolved, machine, read_shape_facts(find_shape(config.shape))), topology
+    if isinstance(config, ExportConfig):
+        return validate_export(resolved, machine), topology
     return validate(resolved, machine), topology
 
 
@@ -113,6 +117,11 @@ def _run_rank(command: Command, resolved: ResolvedConfig[Any], topology: Topolog
         from swiftcp.trainers import bench
 
         bench.run(resolved)
+        return
+    if command == "export":
+        from swiftcp.trainers import export
+
+        export.run(resolved)
         return
     assert command in ("sft", "pt")
     with stoppable_at_once(first_rank=topology.rank == 0):

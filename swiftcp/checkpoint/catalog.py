@@ -1,7 +1,7 @@
 """The checkpoints of a run: which are complete, which is the newest, which may go.
 
 A checkpoint is complete when it bears the marker, which is written last and lists every file with its size and SHA-256. The
-folders themselves say what is there: `latest` is for people and scripts, and nothing here trusts it.
+folders themselves say what is there: `latest` and `best` are for people and scripts, and nothing here trusts them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swiftcp.checkpoint.durable import UNFINISHED, flush, remove_folder, write_text
+from swiftcp.checkpoint.run_state import RunState
 from swiftcp.checkpoint.together import from_first_rank, gather_all, is_first_rank, rank_and_size
 from swiftcp.config.paths import CHECKPOINTS_FOLDER, MARKER_FILE
 from swiftcp.errors import CheckpointError
@@ -23,6 +24,7 @@ from swiftcp.errors import CheckpointError
 logger = logging.getLogger(__name__)
 
 LATEST_FILE = "latest"
+BEST_FILE = "best"
 _STEP_FOLDER = re.compile(r"step-(\d{6,})")
 
 
@@ -166,10 +168,34 @@ def point_latest(checkpoint: Path) -> None:
     write_text(checkpoint.parent / LATEST_FILE, checkpoint.name + "\n")
 
 
+def find_best(output_dir: Path) -> Path | None:
+    """The checkpoint with the lowest loss over the validation rows, the oldest of equals; None if none was saved behind an evaluation."""
+    losses = [(loss, age, path) for age, path in enumerate(completed(output_dir)) if (loss := _eval_loss(path)) is not None]
+    return min(losses)[-1] if losses else None
+
+
+def _eval_loss(checkpoint: Path) -> float | None:
+    try:
+        return RunState.read(checkpoint).eval_loss
+    except CheckpointError:
+        return None
+
+
+def point_best(output_dir: Path) -> None:
+    """Let `best` name the best checkpoint, if any was evaluated."""
+    pointer, best = checkpoints_folder(output_dir) / BEST_FILE, find_best(output_dir)
+    if best is not None:
+        write_text(pointer, best.name + "\n")
+    else:
+        pointer.unlink(missing_ok=True)
+
+
 def prune(output_dir: Path, limit: int) -> None:
-    """Keep the newest `limit` complete checkpoints. Folders without a marker are not ours to delete."""
+    """Keep the newest `limit` complete checkpoints, and the best one. Folders without a marker are not ours to delete."""
+    best = find_best(output_dir)
     for checkpoint in completed(output_dir)[:-limit]:
-        remove_folder(checkpoint)
+        if checkpoint != best:
+            remove_folder(checkpoint)
 
 
 def remove_unfinished(output_dir: Path) -> None:

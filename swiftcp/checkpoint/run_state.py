@@ -8,9 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from swiftcp.config.paths import STATE_FILE
 from swiftcp.errors import CheckpointError, ConfigError
-
-STATE_FILE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,10 @@ class RunState:
     fingerprint: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the recipe that change the result, with their values (JSON types)."""
     skipped_steps: int = 0
+    eval_loss: float | None = None
+    """The loss over the validation rows at this very step; None where there was no evaluation, or no finite loss."""
+    has_optimizer: bool = True
+    """Whether the checkpoint holds the optimizer's state."""
     elapsed_seconds: float = field(default=0.0, compare=False)
 
     def to_json(self) -> str:

@@ -108,10 +108,11 @@ def _transformer_engine_problem(case: Case) -> str | None:
 
 def _transformer_engine(case: Case) -> Iterator[Finding]:
     problem = _transformer_engine_problem(case)
-    if problem and case.has(OptimizerConfig) and case.config.use_distributed_optimizer:
+    if problem and case.has(OptimizerConfig, CheckpointConfig) and case.config.use_distributed_optimizer:
         yield (
             "use_distributed_optimizer",
-            f"use_distributed_optimizer true, but {problem}: without Transformer Engine its state could not be loaded again: set false",
+            f"use_distributed_optimizer true, but {problem}: without Transformer Engine what a checkpoint holds of its state could not be "
+            "loaded again: set false",
         )
     if problem and case.config.attention_backend == "te":
         yield "attention_backend", f"attention_backend te, but {problem}: set auto or torch"
@@ -212,7 +213,7 @@ def _trackers(case: Case) -> Iterator[Finding]:
         yield "report_to", f"report_to tensorboard, but {MISSING_TENSORBOARD}: install it, or set none"
 
 
-def _writable(key: str, path: Path) -> Iterator[Finding]:
+def writable(key: str, path: Path) -> Iterator[Finding]:
     """Writes a file without a name: permissions alone say nothing of read-only file systems, or to root."""
     existing = next((folder for folder in (path, *path.absolute().parents) if folder.exists()), Path("/"))
     if not existing.is_dir():
@@ -225,23 +226,23 @@ def _writable(key: str, path: Path) -> Iterator[Finding]:
         yield key, f"{key} {path} cannot be made: {existing} {reason}: set another folder"
 
 
-def _exported(folder: Path, model: Path) -> Iterator[Finding]:
-    """What the export would refuse to replace, said before the training rather than behind it."""
+def not_replaceable(key: str, what: str, folder: Path, model: Path) -> Iterator[Finding]:
+    """What the export would refuse to replace, said before all work rather than behind it."""
     if folder.resolve() == model.resolve():
-        yield "output_dir", f"output_dir {folder.parent}: its hf folder is the model itself, which would be replaced: set another folder"
+        yield key, f"{what} is the model itself, which would be replaced: set another folder"
     elif folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
-        yield "output_dir", f"output_dir {folder.parent}: its hf folder holds files that are no model: set another folder, or move them"
+        yield key, f"{what} holds files that are no model: set another folder, or move them"
 
 
 def _outputs(case: Case) -> Iterator[Finding]:
     if case.has(CheckpointConfig):
         output_dir = Path(case.config.output_dir)
-        yield from _writable("output_dir", output_dir)
+        yield from writable("output_dir", output_dir)
         if case.config.save_safetensors:
-            yield from _exported(output_dir / "hf", Path(case.config.model))
+            yield from not_replaceable("output_dir", f"output_dir {output_dir}: its hf folder", output_dir / "hf", Path(case.config.model))
     if case.has(LogprobsOutputConfig):
         output = Path(case.config.output)
-        yield from _writable("output", output.parent)
+        yield from writable("output", output.parent)
         if output.is_dir():
             yield "output", f"output {output} is a folder: name a file in it"
 
@@ -285,6 +286,9 @@ RULES: tuple[Rule, ...] = (
 
 BENCH_RULES: tuple[Rule, ...] = (*LAYOUT_RULES, _device, _transformer_engine, _optimizer_state, _recompute, _trained_parts)
 """Those that hold without a model folder and rows."""
+
+EXPORT_RULES: tuple[Rule, ...] = (*LAYOUT_RULES, _device)
+"""Those that hold where nothing is trained or read."""
 
 
 def _warn_lengths(case: Case) -> Iterator[Finding]:

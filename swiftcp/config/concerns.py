@@ -233,11 +233,19 @@ class CheckpointConfig(Concern):
     save_steps: PositiveInt = 500
     """Optimizer steps between two checkpoints; training always ends with one."""
     save_total_limit: PositiveInt | None = None
-    """Checkpoints to keep, the newest ones. None: all."""
+    """Checkpoints to keep, the newest ones; the one that `checkpoints/best` names stays too. None: all."""
+    async_save: bool = False
+    """Write checkpoints beside the training. A copy of what is saved then stays in host memory until it is written."""
+    no_save_optim: bool = False
+    """Leave the optimizer's state out of checkpoints: they are a third of the size or less, and no run goes on from them exactly."""
     save_safetensors: bool = True
     """Write the last weights as a Hugging Face folder, output_dir/hf."""
     resume: PathText = "auto"
     """`auto`: go on from the newest complete checkpoint in `output_dir`, if any; `never`: refuse one that holds any; or a checkpoint."""
+    resume_strict: bool = False
+    """A damaged checkpoint is an error. False: it is named in a warning, and the newest one that is whole is used."""
+    no_load_optim: bool = False
+    """Go on from a checkpoint's weights, schedule and position with an optimizer whose moments begin anew."""
 
 
 class LoggingConfig(Concern):

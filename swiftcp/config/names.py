@@ -102,9 +102,7 @@ ADVICE: dict[str, str] = {
     "val_set_size": "set split_dataset_ratio (a fraction) or val_dataset",
     "load": "set model to a Hugging Face folder, or resume to a checkpoint folder",
     "mcore_model": "set model to a Hugging Face folder, or resume to a checkpoint folder",
-    "no_save_optim": "leave it out: checkpoints always hold the optimizer; save_safetensors writes weights alone",
     "no_save_rng": "leave it out: checkpoints always hold the random states",
-    "no_load_optim": "leave it out; to start afresh, set model to the run's hf folder and another output_dir",
     "no_load_rng": "leave it out; to start afresh, set model to the run's hf folder and another output_dir",
     "overwrite_output_dir": "leave it out: set resume, or another output_dir",
     "cp_partition": "set cp_comm_type to choose how ranks communicate",
@@ -180,7 +178,6 @@ NOT_BUILT: dict[str, str | None] = {
     "system": None,
     "agent_template": None,
     "add_non_thinking_prefix": None,
-    "async_save": "false",
     "save_strategy": "steps",
     "load_safetensors": "true",
     "add_version": "false",
@@ -190,7 +187,6 @@ NOT_BUILT: dict[str, str | None] = {
     "wandb_exp_name": None,
     "log_throughput": None,
     "logging_dir": None,
-    "resume_strict": None,
     "trust_remote_code": "false",
 }
 

@@ -11,6 +11,8 @@ CHECKPOINTS_FOLDER = "checkpoints"
 """In the output folder."""
 MARKER_FILE = "complete.json"
 """In a checkpoint of a run; written last."""
+STATE_FILE = "state.json"
+"""In a checkpoint of a run: where it stands, and of what recipe."""
 
 
 def missing(what: str, path: Path) -> str:

@@ -24,7 +24,7 @@ from swiftcp.parallel.layer_specs import Backend, select_backend
 from swiftcp.parallel.mesh import Mesh, stop
 from swiftcp.trainers.ahead import PlannedBatch, plan_ahead
 from swiftcp.trainers.logs import memory_gib, utilisation
-from swiftcp.trainers.optimizer import build_optimizer, build_scheduler, check_optimizer, wrap_model
+from swiftcp.trainers.optimizer import build_optimizer, build_scheduler, wrap_model
 from swiftcp.trainers.part_timer import PartTimer
 from swiftcp.trainers.setup import cp_communication, recompute_fields, recompute_tower, stage_fields, start_ranks
 from swiftcp.trainers.step import Runner, Totals, train_step
@@ -117,7 +117,6 @@ def build(config: BenchConfig, mesh: Mesh) -> Bench:
     """Model, optimizer and packs, as for training."""
     from transformers import AutoConfig
 
-    check_optimizer(config)
     hf_config = AutoConfig.from_pretrained(find_shape(config.shape))
     family = family_of(hf_config.model_type)
     geometry = family.tower_geometry(hf_config)

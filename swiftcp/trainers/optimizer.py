@@ -21,8 +21,12 @@ from swiftcp.parallel.engine import transformer_engine_problem
 from swiftcp.parallel.mesh import Mesh
 
 
-def check_optimizer(config: TrainConfig | BenchConfig) -> None:
-    """Raises: ConfigError: the distributed optimizer is asked for where its state could not be read back."""
+def check_optimizer(config: TrainConfig) -> None:
+    """What saving asks of the optimizer; steps alone do not.
+
+    Raises:
+        ConfigError: the distributed optimizer is asked for where its state could not be read back.
+    """
     if config.use_distributed_optimizer and (problem := transformer_engine_problem()):
         raise ConfigError(
             f"use_distributed_optimizer is true, but {problem}, and without Transformer Engine megatron-core cannot read the "

@@ -49,6 +49,10 @@ NEUTRAL_KEYS = frozenset(
         "save_steps",
         "save_total_limit",
         "save_safetensors",
+        "async_save",
+        "no_save_optim",
+        "no_load_optim",
+        "resume_strict",
         "resume",
         "logging_steps",
         "report_to",
@@ -92,24 +96,30 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     if config.resume == "never":
         return None
     if config.resume == "auto":
-        return find_latest(Path(str(config.output_dir)))
+        return find_latest(Path(str(config.output_dir)), strict=config.resume_strict)
     checkpoint = Path(config.resume)
     if problems := find_problems(checkpoint):
         raise CheckpointError("\n  ".join([f"resume {checkpoint} is not whole:", *problems]))
     return checkpoint
 
 
-def saved_step(checkpoint: Path | None, current: dict[str, Any], plan: StepPlan) -> int:
+def saved_step(checkpoint: Path | None, current: dict[str, Any], plan: StepPlan, *, no_load_optim: bool = False) -> int:
     """Steps that are done already. Read before the model is built, so that a recipe that does not fit is refused early.
 
     Raises:
         ConfigError: the recipe differs from the checkpoint's in what changes the result, or its steps would hold other rows: a
-            longer run fills the last step of a shorter one with the next epoch's rows.
+            longer run fills the last step of a shorter one with the next epoch's rows. Or the checkpoint has no optimizer, and the
+            recipe does not say that one may begin anew.
     """
     if checkpoint is None:
         return 0
     state = RunState.read(checkpoint)
     check_fingerprint(state.fingerprint, current, checkpoint)
+    if not state.has_optimizer and not no_load_optim:
+        raise ConfigError(
+            f"{checkpoint} was saved with no_save_optim and holds no optimizer: set no_load_optim true to go on with moments that begin "
+            "anew (the losses will not be those of an uninterrupted run), or set resume to a checkpoint that has one"
+        )
     samples = sum(len(pack) for step in range(min(state.step, plan.num_steps)) for pack in plan.step(step))
     if state.step <= plan.num_steps and samples != state.samples:
         raise ConfigError(

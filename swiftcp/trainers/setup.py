@@ -15,6 +15,7 @@ from swiftcp.checkpoint.hf_reader import load_hf_folder
 from swiftcp.config.bench import BenchConfig
 from swiftcp.config.concerns import LogprobsConfig, ParallelConfig, ParityConfig, RecomputeConfig, TrainConfig
 from swiftcp.config.secrets import mask
+from swiftcp.config.export import ExportConfig
 from swiftcp.errors import ConfigError
 from swiftcp.models.build import build_chunks, transformer_config
 from swiftcp.models.family import Family
@@ -60,6 +61,7 @@ def _terms(config: RunConfig | BenchConfig) -> dict[str, str]:
 
 
 def start_ranks(config: RunConfig | BenchConfig) -> Mesh:
+def start_ranks(config: RunConfig | BenchConfig | ExportConfig) -> Mesh:
     """Device, process group, mesh and seeds of this rank. What follows must run inside `cpu_shim.cpu_mode()`.
 
     Raises:

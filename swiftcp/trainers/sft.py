@@ -16,7 +16,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from swiftcp.checkpoint.hf_writer import export_hf_folder
-from swiftcp.checkpoint.resumable import load_checkpoint, save_checkpoint
+from swiftcp.checkpoint.resumable import Saver, load_checkpoint
 from swiftcp.checkpoint.run_state import RunState
 from swiftcp.checkpoint.together import gather_all
 from swiftcp.config.concerns import TrainConfig
@@ -96,7 +96,7 @@ def train(resolved: ResolvedConfig[TrainConfig], mode: Mode) -> None:
         data = load_data(config, mode, source, mesh)
         recipe = fingerprint(config, mode, data.plan, source, data.training.digest)
         checkpoint = find_checkpoint(config)
-        start_step = saved_step(checkpoint, recipe, data.plan)
+        start_step = saved_step(checkpoint, recipe, data.plan, no_load_optim=config.no_load_optim)
         stream = open_stream(config, data, mesh, start_step)
         if mesh.rank == 0:
             write_run_files(Path(str(config.output_dir)), resolved, mesh)
@@ -189,6 +189,21 @@ def restore(run: Run, checkpoint: Path, recipe: dict[str, Any]) -> RunState:
         run.scheduler,
         dp_cp_group=run.mesh.dp_cp_group,
         fingerprint=recipe,
+        with_optimizer=not run.config.no_load_optim,
+    )
+
+
+def open_saver(run: Run) -> Saver:
+    """What saves this run."""
+    return Saver(
+        run.output_dir,
+        run.runner.chunks,
+        run.optimizer,
+        run.scheduler,
+        dp_cp_group=run.mesh.dp_cp_group,
+        save_total_limit=run.config.save_total_limit,
+        with_optimizer=not run.config.no_save_optim,
+        in_background=run.config.async_save,
     )
 
 
@@ -203,7 +218,7 @@ def run_steps(run: Run, state: RunState, stream: BatchStream) -> None:
     log = open_log(run, state.step)
     batches = TimedIterator(plan_ahead(iter(stream), run.mesh, run.source.geometry))
     clock = Clock(state.step, num_steps, state.elapsed_seconds)
-    skipped_in_a_row = 0
+    skipped_in_a_row, saver = 0, open_saver(run)
     with closing(log), stop_on_sigterm() as request:
         while state.step < num_steps:
             lr = run.scheduler.get_lr({})
@@ -215,7 +230,8 @@ def run_steps(run: Run, state: RunState, stream: BatchStream) -> None:
             eval_loss = evaluate_if_due(run, state, stream.num_micro_batches)
             if is_due(state.step, run.config.logging_steps, num_steps) or eval_loss is not None:
                 log.write(make_record(run, state, totals, grad_norm, lr, seconds, waited, clock, eval_loss))
-            save_if_due(run, state, request)
+            save_if_due(run, saver, state, eval_loss, request)
+        saver.wait()
 
 
 def open_log(run: Run, step: int) -> RunLog:
@@ -278,25 +294,21 @@ def evaluate_if_due(run: Run, state: RunState, num_micro_batches: int) -> float 
     return evaluate(run.runner, batches, num_micro_batches, num_steps=None if config.eval_iters < 0 else config.eval_iters).loss
 
 
-def save_if_due(run: Run, state: RunState, request: StopRequest) -> None:
-    """A checkpoint every `save_steps`, at the end, and where a rank was asked to stop.
+def save_if_due(run: Run, saver: Saver, state: RunState, eval_loss: float | None, request: StopRequest) -> None:
+    """A checkpoint every `save_steps`, at the end, and where a rank was asked to stop; and the end of one that is being written.
 
     Raises:
+        CheckpointError: a rank could not write.
         PreemptedError: it was asked to, and the run is not at its end.
     """
     num_steps = run.data.plan.num_steps
     stopped = request.agreed(run.mesh) and state.step < num_steps
+    saver.poll()
     if stopped or is_due(state.step, run.config.save_steps, num_steps):
-        save_checkpoint(
-            run.output_dir,
-            run.runner.chunks,
-            run.optimizer,
-            run.scheduler,
-            state,
-            dp_cp_group=run.mesh.dp_cp_group,
-            save_total_limit=run.config.save_total_limit,
-        )
+        is_finite = eval_loss is not None and math.isfinite(eval_loss)
+        saver.save(replace(state, eval_loss=eval_loss if is_finite else None))
     if stopped:
+        saver.wait()
         raise PreemptedError(f"asked to stop: saved step {state.step} of {num_steps}; start the run again to go on")
 
 

@@ -30,6 +30,9 @@ class Recipe:
     two_learning_rates: bool = False
     save_steps: int = 2
     save_total_limit: int | None = None
+    async_save: bool = False
+    eval_losses: tuple[float | None, ...] = ()
+    """What an evaluation behind each step would have found."""
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -96,7 +99,7 @@ def _step(training: Training, step: int) -> Record:
 def run(folder: Path, output_dir: Path, until: int, recipe: Recipe) -> list[Record]:
     """On each rank: resume from the newest checkpoint if there is one, train until step `until`, save every `save_steps`."""
     from swiftcp.checkpoint.catalog import find_latest
-    from swiftcp.checkpoint.resumable import load_checkpoint, save_checkpoint
+    from swiftcp.checkpoint.resumable import Saver, load_checkpoint
     from swiftcp.checkpoint.run_state import RunState
     from swiftcp.parallel.cpu_shim import cpu_mode
 
@@ -104,6 +107,8 @@ def run(folder: Path, output_dir: Path, until: int, recipe: Recipe) -> list[Reco
         training = _start(folder, recipe)
         parts = (training.wrapped, training.optimizer, training.scheduler)
         group = training.mesh.dp_cp_group
+        options = dict(dp_cp_group=group, save_total_limit=recipe.save_total_limit, in_background=recipe.async_save)
+        saver = Saver(output_dir, *parts, **options)
         latest = find_latest(output_dir)
         first = 0
         if latest is not None:
@@ -111,7 +116,9 @@ def run(folder: Path, output_dir: Path, until: int, recipe: Recipe) -> list[Reco
         records = []
         for step in range(first, until):
             records.append(_step(training, step))
+            saver.poll()
             if (step + 1) % recipe.save_steps == 0:
-                state = RunState(step + 1, 0, step + 1, 0, 0, 0, "plan", recipe.fingerprint)
-                save_checkpoint(output_dir, *parts, state, dp_cp_group=group, save_total_limit=recipe.save_total_limit)
+                eval_loss = recipe.eval_losses[step] if recipe.eval_losses else None
+                saver.save(RunState(step + 1, 0, step + 1, 0, 0, 0, "plan", recipe.fingerprint, eval_loss=eval_loss))
+        saver.wait()
         return records

@@ -80,6 +80,22 @@ def run_logprobs(values: dict[str, Any]) -> None:
     logprobs.run(resolved_config(LogprobsConfig, values, world_size=dist.get_world_size()))
 
 
+def run_export(values: dict[str, Any]) -> str:
+    """On each rank: export a checkpoint; returns "done", or the name and text of the error."""
+    from swiftcp.config import Machine, resolve
+    from swiftcp.config.export import ExportConfig, validate_export
+    from swiftcp.errors import SwiftcpError
+    from swiftcp.trainers import export
+
+    world_size = dist.get_world_size()
+    resolved = resolve(ExportConfig, values={**values, "device": "cpu"}, environment={})
+    try:
+        export.run(validate_export(resolved, Machine(world_size, world_size, 0)))
+    except SwiftcpError as error:
+        return f"{type(error).__name__}: {error}"
+    return "done"
+
+
 def logged(output_dir: Path) -> list[dict[str, Any]]:
     """The objects of a run's logging.jsonl."""
     return [json.loads(line) for line in (output_dir / "logging.jsonl").read_text().splitlines()]

@@ -5,6 +5,7 @@ import os
 import random
 import signal
 import time
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -23,7 +24,9 @@ PRELOAD = [
     "swiftcp.trainers.step",
     "transformers.models.qwen3_vl.processing_qwen3_vl",
 ]
-FAILPOINTS = ["shard_written:1", "shard_written:3", "marker_written:3", "published:3", "latest_written:3", "pruned:3"]
+BESIDE = replace(RECIPE, async_save=True)
+FAILPOINTS = [(RECIPE, f"{name}:3") for name in ("shard_written", "marker_written", "published", "latest_written", "pruned")]
+FAILPOINTS += [(RECIPE, "shard_written:1"), *((BESIDE, f"{name}:3") for name in ("shard_written", "marker_written", "latest_written"))]
 
 
 def _train(connection: Connection, folder: Path, output_dir: Path, recipe: Recipe, failpoint: str | None) -> None:
@@ -77,13 +80,13 @@ def assert_whole(output_dir: Path, expect_one: bool) -> None:
         assert latest.read_text().strip() in [checkpoint.name for checkpoint in completed(output_dir)]
 
 
-@pytest.mark.parametrize("failpoint", FAILPOINTS)
-def test_killed_at_a_point_of_the_save_the_next_start_goes_on(processes, tiny_qwen3_vl, tmp_path, uninterrupted, failpoint):
-    process, _ = start(processes, tiny_qwen3_vl, tmp_path, failpoint=f"checkpoint.{failpoint}")
+@pytest.mark.parametrize(("recipe", "failpoint"), FAILPOINTS)
+def test_killed_at_a_point_of_the_save_the_next_start_goes_on(processes, tiny_qwen3_vl, tmp_path, uninterrupted, recipe, failpoint):
+    process, _ = start(processes, tiny_qwen3_vl, tmp_path, recipe, failpoint=f"checkpoint.{failpoint}")
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert_whole(tmp_path, expect_one=not failpoint.endswith(":1"))
-    records = finish(*start(processes, tiny_qwen3_vl, tmp_path))
+    records = finish(*start(processes, tiny_qwen3_vl, tmp_path, recipe))
     assert records == uninterrupted[UNTIL - len(records) :]
     assert len(records) in {"shard_written:1": (5,), "shard_written:3": (3,), "marker_written:3": (3,)}.get(failpoint, (2,))
     assert sorted(path.name for path in checkpoints_folder(tmp_path).iterdir()) == ["latest", "step-000005"]
@@ -97,17 +100,20 @@ def _is_saving(output_dir: Path, since: float) -> bool:
 
 
 @pytest.mark.slow
-def test_killed_at_random_times_of_a_save_the_run_still_ends_as_the_uninterrupted_one(processes, tiny_qwen3_vl, tmp_path, uninterrupted):
+@pytest.mark.parametrize("recipe", [RECIPE, BESIDE])
+def test_killed_at_random_times_of_a_save_the_run_still_ends_as_the_uninterrupted_one(
+    processes, tiny_qwen3_vl, tmp_path, uninterrupted, recipe
+):
     generator = random.Random(0)
     for _ in range(8):
         had_one = bool(completed(tmp_path))
         begin = time.time()
-        process, _ = start(processes, tiny_qwen3_vl, tmp_path)
+        process, _ = start(processes, tiny_qwen3_vl, tmp_path, recipe)
         while process.is_alive() and not _is_saving(tmp_path, begin):
             time.sleep(0.01)
         time.sleep(generator.uniform(0.0, 0.5))
         process.kill()
         process.join()
         assert_whole(tmp_path, expect_one=had_one)
-    records = finish(*start(processes, tiny_qwen3_vl, tmp_path))
+    records = finish(*start(processes, tiny_qwen3_vl, tmp_path, recipe))
     assert records == uninterrupted[UNTIL - len(records) :]

@@ -6,16 +6,20 @@ import pytest
 
 from swiftcp.checkpoint.catalog import (
     Marker,
+    checkpoints_folder,
     completed,
+    find_best,
     find_latest,
     find_problems,
     next_number,
+    point_best,
     point_latest,
     prune,
     record_file,
     remove_unfinished,
     step_folder,
 )
+from swiftcp.checkpoint.run_state import RunState
 from swiftcp.errors import CheckpointError
 
 
@@ -112,6 +116,33 @@ def test_pruning_keeps_the_newest_and_what_is_not_ours(tmp_path):
     assert completed(tmp_path) == [step_folder(tmp_path, 3), step_folder(tmp_path, 10)]
     assert stray.is_dir()
     assert sorted(path.name for path in stray.parent.iterdir()) == ["step-000003", "step-000005", "step-000010"]
+
+
+def evaluated(checkpoint: Path, eval_loss: float | None) -> Path:
+    state = RunState(step=1, epoch=0, global_batches=1, samples=1, tokens=1, labelled_tokens=1, plan_hash="", eval_loss=eval_loss)
+    (checkpoint / "state.json").write_text(state.to_json())
+    return checkpoint
+
+
+def test_best_names_the_lowest_loss_of_those_saved_and_is_never_pruned(tmp_path):
+    losses = {1: 3.0, 2: 1.5, 3: None, 4: 1.5, 5: 2.0}
+    pointer = checkpoints_folder(tmp_path) / "best"
+    for step, loss in losses.items():
+        evaluated(add_checkpoint(tmp_path, step), loss)
+        point_best(tmp_path)
+        assert pointer.read_text() == ("step-000001\n" if step == 1 else "step-000002\n")
+    prune(tmp_path, 1)
+    assert completed(tmp_path) == [step_folder(tmp_path, 2), step_folder(tmp_path, 5)]
+    assert find_best(tmp_path) == step_folder(tmp_path, 2)
+
+
+def test_without_an_evaluation_nothing_is_best(tmp_path):
+    evaluated(add_checkpoint(tmp_path, 1), None)
+    (add_checkpoint(tmp_path, 2) / "state.json").write_text("damaged")
+    (checkpoints_folder(tmp_path) / "best").write_text("step-000009\n")
+    point_best(tmp_path)
+    assert find_best(tmp_path) is None
+    assert not (checkpoints_folder(tmp_path) / "best").exists()
 
 
 def test_what_a_crash_left_behind_is_removed(tmp_path):

@@ -34,9 +34,9 @@ def rows_before(step: int, of: StepPlan) -> int:
     return sum(len(pack) for earlier in range(step) for pack in of.step(earlier))
 
 
-def saved(folder: Path, recipe: dict[str, Any], step: int) -> Path:
-    samples = rows_before(step, plan())
-    state = RunState(step=step, epoch=0, global_batches=0, samples=samples, tokens=0, labelled_tokens=0, plan_hash="", fingerprint=recipe)
+def saved(folder: Path, recipe: dict[str, Any], step: int, **more: Any) -> Path:
+    counters = dict(step=step, epoch=0, global_batches=0, samples=rows_before(step, plan()), tokens=0, labelled_tokens=0)
+    state = RunState(**counters, plan_hash="", fingerprint=recipe, **more)
     (folder / "state.json").write_text(state.to_json())
     return folder
 
@@ -62,6 +62,15 @@ def test_what_changes_the_result_may_not(change: dict[str, Any], key: str, tmp_p
     checkpoint = saved(tmp_path, fingerprint(config(), "sft", plan(), source(tmp_path), "rows"), step=4)
     with pytest.raises(ConfigError, match=f"{key}: .* there, .* now"):
         saved_step(checkpoint, fingerprint(config(**change), "sft", plan(), source(tmp_path), "rows"), plan())
+
+
+def test_without_an_optimizer_a_run_goes_on_only_if_the_recipe_says_so(tmp_path: Path) -> None:
+    recipe = fingerprint(config(no_save_optim=True), "sft", plan(), source(tmp_path), "rows")
+    checkpoint = saved(tmp_path, recipe, step=4, has_optimizer=False)
+    with pytest.raises(ConfigError, match="holds no optimizer: set no_load_optim true"):
+        saved_step(checkpoint, recipe, plan())
+    again = fingerprint(config(no_load_optim=True), "sft", plan(), source(tmp_path), "rows")
+    assert saved_step(checkpoint, again, plan(), no_load_optim=True) == 4
 
 
 def test_other_data_or_another_template_are_refused(tmp_path: Path) -> None:

@@ -1,0 +1,36 @@
+"""Reading and writing a folder takes little more host memory than a rank's own weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from swiftcp.models.shapes import shape_file
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "load_memory.py"
+
+
+def medium_config(folder: Path) -> Path:
+    """A Qwen3-VL of 0.2 billion parameters: large enough that tensors, not the allocator, decide."""
+    config = json.loads(shape_file("qwen3_vl_2b").read_text())
+    config["text_config"] |= dict(
+        num_hidden_layers=8, hidden_size=1024, intermediate_size=4096, num_attention_heads=8, num_key_value_heads=4, vocab_size=16384
+    )
+    config["vision_config"] |= dict(depth=6, hidden_size=256, intermediate_size=1024, num_heads=4, out_hidden_size=1024)
+    config["vision_config"]["deepstack_visual_indexes"] = [1, 2, 3]
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    return file
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_a_rank_needs_at_most_1_3_times_its_weights_and_one_shard(tmp_path: Path, tp_size: int) -> None:
+    command = [sys.executable, str(SCRIPT), "--shape", str(medium_config(tmp_path)), "--tp", str(tp_size), "--shard_mb", "50"]
+    done = subprocess.run([*command, "--folder", str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "within the bound" in done.stdout
