@@ -27,6 +27,8 @@ class Recipe:
     cp_size: int = 1
     values: dict[str, Any] = field(default_factory=dict)
     """Keys of the training configuration."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """Keys that do not change the result."""
     two_learning_rates: bool = False
     save_steps: int = 2
     save_total_limit: int | None = None
@@ -76,7 +78,7 @@ def _with_two_learning_rates(training: Training, config: Any) -> None:
 def _start(folder: Path, recipe: Recipe) -> Training:
     random.seed(0)
     np.random.seed(0)
-    config = train_config(folder, context_parallel_size=recipe.cp_size, **recipe.values)
+    config = train_config(folder, context_parallel_size=recipe.cp_size, **recipe.values, **recipe.layout)
     training = Training(config)
     if recipe.two_learning_rates:
         _with_two_learning_rates(training, config)

@@ -1,0 +1,71 @@
+"""A run saved under one layout goes on under any other: the same losses, whatever the ranks hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import checkpoint_harness
+from tests.distributed.checkpoint_harness import Recipe
+from tests.distributed.ranks import RankPool
+
+LAYOUTS = {
+    "one rank": (Recipe(), 1),
+    "CP2": (Recipe(cp_size=2), 2),
+    "DP2": (Recipe(), 2),
+    "PP2": (Recipe(layout={"pipeline_model_parallel_size": 2}), 2),
+}
+SAVED_STEP, NUM_STEPS = 2, 4
+RELATIVE = 1e-5
+"""Of losses in float32; then Adam makes steps of what is rounding in a true zero."""
+
+
+def save_and_go_on(folder: Path, output_dir: Path, recipe: Recipe) -> list[float]:
+    """On each rank: train, save, and go on without a stop; the losses behind the save."""
+    return [float.fromhex(record.loss) for record in checkpoint_harness.run(folder, output_dir, SAVED_STEP + NUM_STEPS, recipe)][
+        SAVED_STEP:
+    ]
+
+
+def go_on_from_each(folder: Path, checkpoints: dict[str, Path], recipe: Recipe) -> dict[str, list[float]]:
+    """On each rank: the losses behind each of the checkpoints, one after the other on one model."""
+    from swiftcp.checkpoint.resumable import load_checkpoint
+    from swiftcp.parallel.cpu_shim import cpu_mode
+
+    losses = {}
+    with cpu_mode():
+        training = checkpoint_harness._start(folder, recipe)
+        parts, group = (training.wrapped, training.optimizer, training.scheduler), training.mesh.dp_cp_group
+        for name, checkpoint in checkpoints.items():
+            step = load_checkpoint(checkpoint, *parts, dp_cp_group=group, fingerprint=recipe.fingerprint).step
+            assert step == SAVED_STEP
+            records = [checkpoint_harness._step(training, step + further) for further in range(NUM_STEPS)]
+            losses[name] = [float.fromhex(record.loss) for record in records]
+    return losses
+
+
+def table(differences: dict[str, dict[str, float]]) -> str:
+    """Markdown: layouts that saved down, layouts that went on across, largest relative difference of a loss."""
+    names = list(differences)
+    lines = [f"| saved under | {' | '.join(f'{name} goes on' for name in names)} |", "| --- " * (len(names) + 1) + "|"]
+    lines += [f"| {saved} | " + " | ".join(f"{row[resumed]:.1e}" for resumed in names) + " |" for saved, row in differences.items()]
+    return "\n".join(lines)
+
+
+@pytest.mark.slow
+def test_case_13_every_layout_goes_on_from_every_other(ranks: RankPool, tiny_qwen3_vl: Path, tmp_path: Path) -> None:
+    expected: dict[str, list[float]] = {}
+    checkpoints: dict[str, Path] = {}
+    for number, (name, (recipe, num_ranks)) in enumerate(LAYOUTS.items()):
+        output_dir = tmp_path / str(number)
+        expected[name] = ranks.run(save_and_go_on, tiny_qwen3_vl, output_dir, recipe, num_ranks=num_ranks)[0]
+        checkpoints[name] = output_dir / "checkpoints" / f"step-{SAVED_STEP:06d}"
+    differences: dict[str, dict[str, Any]] = {name: {} for name in LAYOUTS}
+    for resumed, (recipe, num_ranks) in LAYOUTS.items():
+        for saved, losses in ranks.run(go_on_from_each, tiny_qwen3_vl, checkpoints, recipe, num_ranks=num_ranks)[0].items():
+            pairs = zip(losses, expected[saved], strict=True)
+            differences[saved][resumed] = max(abs(loss - other) / abs(other) for loss, other in pairs)
+    print("\n" + table(differences))
+    assert max(difference for row in differences.values() for difference in row.values()) <= RELATIVE, "\n" + table(differences)
