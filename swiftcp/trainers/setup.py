@@ -14,8 +14,8 @@ from megatron.core import tensor_parallel
 from swiftcp.checkpoint.hf_reader import load_hf_folder
 from swiftcp.config.bench import BenchConfig
 from swiftcp.config.concerns import LogprobsConfig, ParallelConfig, ParityConfig, RecomputeConfig, TrainConfig
-from swiftcp.config.secrets import mask
 from swiftcp.config.export import ExportConfig
+from swiftcp.config.secrets import mask
 from swiftcp.errors import ConfigError
 from swiftcp.models.build import build_chunks, transformer_config
 from swiftcp.models.family import Family
@@ -53,14 +53,13 @@ PER_NODE_KEYS = frozenset({"nproc_per_node", "dataloader_num_workers", "report_t
 """Keys whose default may differ from node to node, and may do so."""
 
 
-def _terms(config: RunConfig | BenchConfig) -> dict[str, str]:
+def _terms(config: RunConfig | BenchConfig | ExportConfig) -> dict[str, str]:
     """What nodes must agree on: the configuration, secrets masked, and the versions that decide what comes of it."""
     values = {key: mask(str(value)) for key, value in config.model_dump().items() if key not in PER_NODE_KEYS}
     versions = versions_of(("swiftcp", "torch", "megatron-core", "transformers"))
     return values | {f"version of {package}": version for package, version in versions.items()}
 
 
-def start_ranks(config: RunConfig | BenchConfig) -> Mesh:
 def start_ranks(config: RunConfig | BenchConfig | ExportConfig) -> Mesh:
     """Device, process group, mesh and seeds of this rank. What follows must run inside `cpu_shim.cpu_mode()`.
 

@@ -15,6 +15,7 @@ LAYOUTS = {
     "one rank": (Recipe(), 1),
     "CP2": (Recipe(cp_size=2), 2),
     "DP2": (Recipe(), 2),
+    "TP2": (Recipe(layout={"tensor_model_parallel_size": 2, "sequence_parallel": True}), 2),
     "PP2": (Recipe(layout={"pipeline_model_parallel_size": 2}), 2),
 }
 SAVED_STEP, NUM_STEPS = 2, 4
