@@ -102,12 +102,9 @@ def of_all_ranks(training: Training, get: Callable[[Any], Tensor]) -> dict[str, 
     return {name: tensor for stage in of_stages for name, tensor in stage.items()}
 
 
-def _gather_reduced_gradients(training: Training) -> None:
+def gather_reduced_gradients(wrapped: Sequence[Any], group: dist.ProcessGroup) -> None:
     """With the distributed optimizer a rank holds its share of the reduced gradients alone: bring the others' in."""
-    if not training.config.use_distributed_optimizer:
-        return
-    group = training.mesh.dp_cp_group
-    for bucket in (bucket for chunk in training.wrapped for bucket_group in chunk.bucket_groups for bucket in bucket_group.buckets):
+    for bucket in (bucket for chunk in wrapped for bucket_group in chunk.bucket_groups for bucket in bucket_group.buckets):
         shares = list(bucket.grad_data.chunk(group.size()))
         dist.all_gather(shares, shares[group.rank()].clone(), group=group)
 
@@ -128,7 +125,8 @@ def _measure(training: Training, packing: bool) -> Measurement:
     training.optimizer.zero_grad()
     share = batches[training.mesh.dp_rank :: training.mesh.dp_size]
     totals = run_micro_batches(training.runner, iter(share), len(share))
-    _gather_reduced_gradients(training)
+    if training.config.use_distributed_optimizer:
+        gather_reduced_gradients(training.wrapped, training.mesh.dp_cp_group)
     gradients = _gradients(training)
     training.optimizer.prepare_grads()
     labelled = torch.cat([values[values != 0] for values in logprobs])

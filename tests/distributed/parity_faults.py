@@ -26,6 +26,30 @@ def contiguous_partition() -> Any:
     return mock.patch.object(context, "_compute_index", index)
 
 
+def wrong_half_of_the_partition() -> Any:
+    """Each rank's second chunk of a sequence is the one that follows in order, where the attention expects them from the end."""
+    from swiftcp.parallel import context
+
+    def index(cu_seqlens: Tensor, num_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
+        parts = []
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
+            length = (end - start) // (2 * cp_size)
+            parts += [torch.arange(start + chunk * length, start + (chunk + 1) * length) for chunk in (cp_rank, cp_size + cp_rank)]
+        return torch.cat(parts)
+
+    return mock.patch.object(context, "_compute_index", index)
+
+
+def tower_gradients_not_summed() -> Any:
+    """Each rank's features get the gradient of their use on this rank alone."""
+    from swiftcp.parallel import collectives
+
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0].chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
+
+    return mock.patch.object(collectives._GatherFirstDim, "backward", staticmethod(backward))
+
+
 def labels_shifted_after_the_cut() -> Any:
     """Each rank shifts its local labels, so that tokens at the borders of chunks predict the wrong token."""
     from swiftcp.data.batch import IGNORED_LABEL
@@ -79,7 +103,17 @@ def head_gradient_not_summed() -> Any:
     return mock.patch.object(mm_gpt_model, "copy_to_tensor_model_parallel_region", lambda hidden, group: hidden)
 
 
-FAULTS = {function.__name__: function for function in (contiguous_partition, labels_shifted_after_the_cut, sectioned_mrope, deepstack_off)}
+FAULTS = {
+    function.__name__: function
+    for function in (
+        contiguous_partition,
+        wrong_half_of_the_partition,
+        labels_shifted_after_the_cut,
+        sectioned_mrope,
+        deepstack_off,
+        tower_gradients_not_summed,
+    )
+}
 TENSOR_PARALLEL_FAULTS = {function.__name__: function for function in (deepstack_sliced, head_gradient_not_summed)}
 
 

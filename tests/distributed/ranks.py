@@ -3,7 +3,7 @@
     def loss_on_each_rank(folder): ...            # a module-level function of a test module; runs in every rank
     results = ranks.run(loss_on_each_rank, folder, num_ranks=2)   # a list, one result a rank
 
-Each call has a process group of its own (gloo, `num_ranks` of the pool's processes), so that layouts of 1, 2 and 4 ranks run on
+Each call has a process group of its own (`num_ranks` of the pool's processes), so that layouts of 1, 2 and 4 ranks run on
 one pool. An error on any rank fails the call with that rank's traceback.
 """
 
@@ -27,34 +27,38 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-def _join(rank: int, num_ranks: int, port: int) -> None:
+def _join(rank: int, num_ranks: int, port: int, device: str) -> None:
     import datetime
 
+    import torch
     import torch.distributed as dist
 
     from swiftcp.parallel import mesh
 
     mesh.stop()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS))
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=datetime.timedelta(seconds=TIMEOUT_SECONDS))
 
 
-def _serve(rank: int, connection: Connection) -> None:
+def _serve(rank: int, connection: Connection, device: str) -> None:
     """What each rank process does until it is told to stop: join, call, answer."""
     warnings.simplefilter("ignore")  # megatron-core warns of each package that it would use on a GPU
     from swiftcp.rank import prepare_rank
 
-    prepare_rank("cpu")
+    prepare_rank(device)
     import torch
 
     from swiftcp.parallel import cpu_shim
 
     torch.set_num_threads(1)
-    cpu_shim.install()
+    if device == "cpu":
+        cpu_shim.install()
     while (request := connection.recv()) is not None:
         function, arguments, num_ranks, port = request
         try:
-            _join(rank, num_ranks, port)
+            _join(rank, num_ranks, port, device)
             connection.send((True, function(*arguments)))
         except BaseException:
             connection.send((False, traceback.format_exc()))
@@ -67,7 +71,8 @@ class RankError(AssertionError):
 class RankPool:
     """Processes that wait for functions to run."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str = "cpu") -> None:
+        """`device`: cpu, with gloo, or cuda, with NCCL and a GPU a rank."""
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["OMP_NUM_THREADS"] = "1"
         context = multiprocessing.get_context("spawn")
@@ -75,7 +80,7 @@ class RankPool:
         self._processes = []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs, device), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,17 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing
 from torch import Tensor
 
 from swiftcp.data.batch import Batch, Sample, collate_pack, collate_rows
-from swiftcp.launch import free_port
-from swiftcp.models.inputs import ModelInputs, make_inputs
 from swiftcp.models.shapes import shape_file
 from swiftcp.trainers.logprobs import sample_starts
+from tests.distributed.layout_harness import gather_reduced_gradients
+from tests.distributed.training_harness import train_config
 from tests.samples import make_sample
 
 DEVICE = torch.device("cuda", 0)
+MIXES = ("long_text", "document", "text", "long_video", "three_images", "image_and_video")
+ERROR_RATIO = 1.5
+"""Our mean error of log-probabilities against float32, over that of `transformers` in bfloat16."""
+CONTROL_FACTOR = 10
+"""A fault must move the figure by so many tolerances."""
+LEAST_COSINE, NORM_TOLERANCE = 0.999, 0.01
+"""Of each tensor's gradient."""
 
 
 def write_random_folder(shape: str, folder: Path, *, num_layers: int | None = None, seed: int = 0) -> Path:
@@ -66,7 +71,11 @@ class Outcome:
     logprobs: Tensor
     """[sum of L - 1] of all rows, one after the other, float32 on the host."""
     gradients: dict[str, Tensor]
-    """By the checkpoint's names, on the GPU."""
+    """Of the weighted sum of the labelled tokens' losses, by the checkpoint's names, on the GPU; of this rank's pipeline stage alone."""
+    loss: float
+    """Mean over the labelled tokens."""
+    grad_norm: float
+    """Of the mean's whole gradient; 0 without a backward pass."""
 
 
 def samples_of(folder: Path, mixes: Sequence[str]) -> list[Sample]:
@@ -89,41 +98,51 @@ def run_transformers(folder: Path, mixes: Sequence[str], dtype: torch.dtype) -> 
     from swiftcp.trainers.oracle import load_oracle, oracle_logprobs
 
     model = load_oracle(folder, family_of("qwen3_vl"), dtype=dtype, device=DEVICE)
-    logprobs = []
+    logprobs, loss_sum, num_labels = [], 0.0, 0
     for sample in samples_of(folder, mixes):
         row = oracle_logprobs(model, _rounded(sample))
-        logprobs.append(row.detach().cpu())
-        (-(row * sample.weights_L[1:].to(DEVICE)).sum()).backward()
+        logprobs.append(row.detach().float().cpu())
+        weights = sample.weights_L[1:].to(DEVICE)
+        loss = -(row * weights).sum()
+        loss.backward()
+        loss_sum, num_labels = loss_sum + loss.item(), num_labels + int((weights > 0).sum())
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     del model
     torch.cuda.empty_cache()
-    return Outcome(torch.cat(logprobs), gradients)
+    norm = torch.stack([gradient.float().norm() for gradient in gradients.values()]).norm().item()
+    return Outcome(torch.cat(logprobs), gradients, loss_sum / num_labels, norm / num_labels)
 
 
-def build_ours(folder: Path, backend: Any, dtype: torch.dtype, cp_size: int = 1) -> tuple[Any, Any, Any, Any]:
-    """(model with the folder's weights, mesh, family, configuration) on this rank's GPU."""
-    from megatron.core import tensor_parallel
+def bare_source(folder: Path) -> Any:
+    """Of a folder without tokenizer and processor."""
     from transformers import AutoConfig
 
-    from swiftcp.checkpoint.hf_reader import load_hf_folder
-    from swiftcp.models.build import build_model, transformer_config
     from swiftcp.models.registry import family_of
-    from swiftcp.parallel.mesh import build_mesh, select_device, start_process_group
+    from swiftcp.trainers.setup import Source
 
-    device = select_device("cuda")
-    start_process_group(device)
-    mesh = build_mesh(device, context_parallel_size=cp_size)
-    tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     hf_config = AutoConfig.from_pretrained(folder)
     family = family_of(hf_config.model_type)
-    config = transformer_config(family, hf_config, mesh, dtype=dtype, backend=backend, cp_comm_type="p2p")
-    model = build_model(family, hf_config, config, mesh, backend=backend)
-    load_hf_folder(model, folder, family.name_table(hf_config))
-    return model, mesh, family, hf_config
+    return Source(folder, family, hf_config, None, family.tower_geometry(hf_config))
 
 
-def _collate(samples: Sequence[Sample], packing: bool) -> Batch:
-    return (collate_pack if packing else collate_rows)(samples, pack_align=64, pad_token_id=0)
+def load_ours(folder: Path, backend: Any, dtype: torch.dtype, **keys: Any) -> tuple[Any, Any, Any, list[Any]]:
+    """(configuration, mesh, source, model chunks with the folder's weights) on this rank's GPU."""
+    from swiftcp.trainers.setup import load_model, start_ranks
+
+    fixed = {"device": "cuda", "torch_dtype": str(dtype).removeprefix("torch."), "attention_backend": backend}
+    config = train_config(folder, **fixed, **keys)
+    mesh, source = start_ranks(config), bare_source(folder)
+    return config, mesh, source, load_model(config, source, mesh)
+
+
+def _batches(samples: Sequence[Sample], config: Any, mesh: Any, num_packs: int) -> list[Batch]:
+    """All of a global batch: the samples in turn in `num_packs` packs, or padded batches."""
+    from swiftcp.trainers.datasets import batch_layout
+
+    layout = batch_layout(config, mesh)
+    collate = collate_pack if config.packing else collate_rows
+    packs = [samples[number * len(samples) // num_packs : (number + 1) * len(samples) // num_packs] for number in range(num_packs)]
+    return [collate(pack, pack_align=config.pack_align, pad_token_id=0, length_multiple=layout.length_multiple) for pack in packs]
 
 
 def run_ours(
@@ -134,55 +153,79 @@ def run_ours(
     *,
     packing: bool = True,
     backward: bool = True,
-    cp_size: int = 1,
+    num_packs: int = 1,
+    **keys: Any,
 ) -> Outcome:
-    """All rows in one pack, or in one padded batch. Without `backward` there are no gradients; with CP each rank has its share of them."""
-    model, mesh, family, hf_config = build_ours(folder, backend, dtype, cp_size)
-    geometry = family.tower_geometry(hf_config)
+    """On each rank of a layout, through the pieces of training itself. Without `backward` there are no gradients."""
+    from swiftcp.trainers.logprobs import token_logprobs
+
+    config, mesh, source, chunks = load_ours(folder, backend, dtype, packing=packing, **keys)
     samples = [_rounded(sample) for sample in samples_of(folder, mixes)]
     every = [dataclasses.replace(s, labels_L=s.input_ids_L, weights_L=torch.ones(len(s))) for s in samples]
-    batch = _collate(every, packing)
-    inputs = make_inputs(batch, mesh, geometry)
-    with torch.no_grad():
-        losses = model.eval()(inputs)
-    stream = torch.zeros(batch.input_ids_BS.numel(), device=mesh.device)
-    stream[inputs.label_positions_N.to(mesh.device)] = -losses
-    torch.distributed.all_reduce(stream, group=mesh.cp_group)
-    stream = stream.cpu()
-    logprobs = torch.cat([stream[s : s + n - 1] for s, n in zip(sample_starts(batch), batch.lengths, strict=False)])
-    gradients = _gradients(model.train(), make_inputs(_collate(samples, packing), mesh, geometry), family.name_table(hf_config), backward)
-    del model
+    batches = _batches(every, config, mesh, num_packs)
+    streams = token_logprobs([chunk.eval() for chunk in chunks], batches, source, mesh)
+    logprobs = torch.cat(
+        [
+            stream[start : start + length - 1]
+            for stream, batch in zip(streams, batches, strict=True)
+            for start, length in zip(sample_starts(batch), batch.lengths, strict=False)
+        ]
+    )
+    gradients, loss, norm = {}, 0.0, 0.0
+    if backward:
+        gradients, loss, norm = _train(chunks, _batches(samples, config, mesh, num_packs), config, mesh, source)
+    del chunks
     torch.cuda.empty_cache()
-    return Outcome(logprobs, gradients)
+    return Outcome(logprobs, gradients, loss, norm)
 
 
-def _gradients(model: Any, inputs: ModelInputs, table: Any, backward: bool) -> dict[str, Tensor]:
-    """Of the weighted loss sum, by the checkpoint's names."""
-    gradients: dict[str, Tensor] = {}
-    if not backward:
-        return gradients
-    (model(inputs) * inputs.weights_N).sum().backward()
-    by_target = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for target, rule in table.pair(list(by_target)).items():
-        gradients.update(zip(rule.sources, rule.separate(by_target[target]), strict=True))
-    return gradients
+def _train(chunks: Sequence[Any], batches: Sequence[Batch], config: Any, mesh: Any, source: Any) -> tuple[dict[str, Tensor], float, float]:
+    """Gradients of the loss's sum, by the checkpoint's names; the mean loss, and the norm of its gradient."""
+    from swiftcp.checkpoint.together import whole_tensors
+    from swiftcp.models.mm_gpt_model import named_parameters
+    from swiftcp.trainers.optimizer import build_optimizer, wrap_model
+    from swiftcp.trainers.step import Runner, run_micro_batches
+
+    wrapped = wrap_model([chunk.train() for chunk in chunks], mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
+    optimizer = build_optimizer(wrapped, config, source.family)
+    share = batches[mesh.dp_rank :: mesh.dp_size]
+    totals = run_micro_batches(Runner(wrapped, mesh, source.geometry, chunks[0].vocab_size), iter(share), len(share))
+    if config.use_distributed_optimizer:
+        gather_reduced_gradients(wrapped, mesh.dp_cp_group)
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    own = {name: p.main_grad for chunk in chunks for name, p in named_parameters(chunk)}
+    whole = whole_tensors(own, source.family.name_table(source.hf_config), mesh.tp_group)
+    return {name: gradient * totals.labelled_tokens for name, gradient in whole}, totals.loss, norm
 
 
-def _run_rank(rank: int, num_ranks: int, port: int, folder: Path, mixes: Sequence[str], backend: Any, fault: str | None) -> None:
+@dataclass(frozen=True)
+class Comparison:
+    """Of a layout's run with gradients that lie in a file; the same on every rank."""
+
+    logprobs: Tensor
+    loss: float
+    grad_norm: float
+    agreement: dict[str, tuple[float, float]]
+    """(cosine, ratio of norms) of each tensor's gradient."""
+
+
+def compare_on_rank(
+    folder: Path, mixes: Sequence[str], keys: dict[str, Any], fault: str | None, gradients: Path | None, num_packs: int
+) -> Comparison:
+    """On each rank of a pool: a layout in bfloat16 with Transformer Engine, with a fault of `parity_faults` or without."""
+    from swiftcp.checkpoint.together import gather_all
     from tests.distributed.parity_faults import FAULTS
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     with FAULTS[fault]() if fault else contextlib.nullcontext():
-        outcome = run_ours(folder, mixes, backend, backward=False, cp_size=num_ranks)
-    if rank == 0:
-        torch.save(outcome.logprobs, folder / "logprobs.pt")
-    torch.distributed.destroy_process_group()
-
-
-def run_on_ranks(folder: Path, mixes: Sequence[str], backend: Any, fault: str | None, num_ranks: int = 2) -> Outcome:
-    """Log-probabilities under context parallelism, one GPU a rank, with a fault of `parity_faults` or without."""
-    torch.multiprocessing.spawn(_run_rank, (num_ranks, free_port(), folder, mixes, backend, fault), nprocs=num_ranks)
-    return Outcome(torch.load(folder / "logprobs.pt"), {})
+        outcome = run_ours(folder, mixes, "te", backward=gradients is not None, num_packs=num_packs, **keys)
+    agreement: dict[str, tuple[float, float]] = {}
+    if gradients is not None:
+        expected = torch.load(gradients, mmap=True)
+        own = {name: expected[name].to(gradient.device) for name, gradient in outcome.gradients.items()}
+        for part in gather_all(gradient_agreement(outcome.gradients, own)):
+            agreement |= part
+    return Comparison(outcome.logprobs, outcome.loss, outcome.grad_norm, agreement)
 
 
 def gradient_agreement(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, tuple[float, float]]:
@@ -193,3 +236,18 @@ def gradient_agreement(got: dict[str, Tensor], expected: dict[str, Tensor]) -> d
         norms = ours.norm(), theirs.norm()
         agreement[name] = ((ours @ theirs / (norms[0] * norms[1])).item(), (norms[0] / norms[1]).item())
     return agreement
+
+
+def disagreeing(agreement: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+    """The gradients that are too far from those they were compared with, NaN included."""
+    return {
+        name: (cosine, norms)
+        for name, (cosine, norms) in agreement.items()
+        if not (cosine >= LEAST_COSINE and abs(norms - 1) <= NORM_TOLERANCE)
+    }
+
+
+def error(found: Outcome | Comparison, reference: Outcome, where: Tensor | None = None) -> float:
+    """Mean over log-probabilities."""
+    difference = (found.logprobs - reference.logprobs).abs()
+    return (difference if where is None else difference[where]).mean().item()

@@ -86,9 +86,10 @@ def test_fused_rotary_at_far_positions_is_that_of_float64(dtype: torch.dtype, to
 @pytest.mark.parametrize("backend", ["torch", pytest.param("te", marks=needs_engine)])
 def test_phases_of_a_bfloat16_model_are_float32(tiny_qwen3_vl: Path, backend: Any) -> None:
     """Decoder and tower, at positions where bfloat16 would be lost."""
-    from tests.gpu.harness import build_ours
+    from tests.gpu.harness import load_ours
 
-    model, _, _, hf_config = build_ours(tiny_qwen3_vl, backend, torch.bfloat16)
+    _, _, source, (model,) = load_ours(tiny_qwen3_vl, backend, torch.bfloat16)
+    hf_config = source.hf_config
     text, vision = hf_config.text_config, hf_config.vision_config
     found = model.rotary(torch.full((3, 1, 1), FAR, device="cuda"))
     exponents = torch.arange(0, text.head_dim, 2, dtype=torch.float64, device="cuda") / text.head_dim
@@ -121,3 +122,22 @@ def test_fused_attention_inside_frames_is_that_of_float32(head_dim: int) -> None
         got = torch.autograd.grad(output, heads, upstream.bfloat16())
         assert relative(output, expected) < 5e-3
         assert max(relative(ours, theirs) for ours, theirs in zip(got, wanted, strict=True)) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_a_part_of_the_vocabulary(dtype: torch.dtype) -> None:
+    """Targets before, in and behind the part; the float32 formula on the host is the reference."""
+    from swiftcp.models.head import _logits_to_gradients, _row_statistics
+
+    torch.manual_seed(0)
+    logits = torch.randn(64, 10_000).to(dtype)
+    targets = torch.randint(-10_000, 20_000, (64,))
+    log_sums, of_targets = _row_statistics(logits, targets)
+    outside = (targets < 0) | (targets >= 10_000)
+    assert outside.any() and (of_targets[outside] == 0).all()
+    on_gpu = _row_statistics(logits.cuda(), targets.cuda())
+    assert (on_gpu[0].cpu() - log_sums).abs().max() < 1e-4 and torch.equal(on_gpu[1].cpu(), of_targets)
+    whole, upstream = log_sums + 1.0, torch.rand(64)
+    expected = _logits_to_gradients(logits, targets, whole, upstream)
+    got = _logits_to_gradients(logits.cuda(), targets.cuda(), whole.cuda(), upstream.cuda())
+    assert (got.cpu().float() - expected.float()).abs().max() < (1e-6 if dtype == torch.float32 else 1e-2)
