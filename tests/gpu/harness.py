@@ -31,18 +31,21 @@ LEAST_COSINE, NORM_TOLERANCE = 0.999, 0.01
 """Of each tensor's gradient."""
 
 
-def write_random_folder(shape: str, folder: Path, *, num_layers: int | None = None, seed: int = 0) -> Path:
+def write_random_folder(
+    shape: str, folder: Path, *, num_layers: int | None = None, seed: int = 0, changes: dict[str, Any] | None = None
+) -> Path:
     """A checkpoint of a public shape with random bfloat16 weights, scaled so that every part of the input moves the output, and
     cool enough for bfloat16: the logits' standard deviation is about 2.
 
     Args:
         num_layers: decoder layers, where fewer than the shape's.
+        changes: other values of config.json.
     """
     import transformers
     from transformers import AutoConfig
 
     folder.mkdir(parents=True)
-    config = json.loads(shape_file(shape).read_text())
+    config = json.loads(shape_file(shape).read_text()) | (changes or {})
     if num_layers is not None:
         config["text_config"]["num_hidden_layers"] = num_layers
     (folder / "config.json").write_text(json.dumps(config))
