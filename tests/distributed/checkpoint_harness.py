@@ -33,6 +33,8 @@ class Recipe:
     save_steps: int = 2
     save_total_limit: int | None = None
     async_save: bool = False
+    with_optimizer: bool = True
+    """Whether checkpoints hold the optimizer's state, and whether it is read from them."""
     eval_losses: tuple[float | None, ...] = ()
     """What an evaluation behind each step would have found."""
 
@@ -109,12 +111,19 @@ def run(folder: Path, output_dir: Path, until: int, recipe: Recipe) -> list[Reco
         training = _start(folder, recipe)
         parts = (training.wrapped, training.optimizer, training.scheduler)
         group = training.mesh.dp_cp_group
-        options = dict(dp_cp_group=group, save_total_limit=recipe.save_total_limit, in_background=recipe.async_save)
-        saver = Saver(output_dir, *parts, **options)
+        saver = Saver(
+            output_dir,
+            *parts,
+            dp_cp_group=group,
+            save_total_limit=recipe.save_total_limit,
+            with_optimizer=recipe.with_optimizer,
+            in_background=recipe.async_save,
+        )
         latest = find_latest(output_dir)
         first = 0
         if latest is not None:
-            first = load_checkpoint(latest, *parts, dp_cp_group=group, fingerprint=recipe.fingerprint).step
+            loading = dict(dp_cp_group=group, fingerprint=recipe.fingerprint, with_optimizer=recipe.with_optimizer)
+            first = load_checkpoint(latest, *parts, **loading).step
         records = []
         for step in range(first, until):
             records.append(_step(training, step))

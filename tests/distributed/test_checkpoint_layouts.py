@@ -55,6 +55,27 @@ def table(differences: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+@pytest.fixture(scope="module")
+def tiny_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint whose head is its embedding: a last pipeline stage has a copy of it."""
+    from swiftcp.models.tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("tied") / "tiny"
+    write_tiny("qwen3_vl", folder, tie_word_embeddings=True)
+    return folder
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("PP2", "TP2"), ("one rank", "PP2")])
+def test_case_13_with_a_tied_head_a_run_goes_on_under_another_layout(
+    ranks: RankPool, tiny_tied: Path, tmp_path: Path, saved: str, resumed: str
+) -> None:
+    (first, first_ranks), (second, second_ranks) = LAYOUTS[saved], LAYOUTS[resumed]
+    expected = ranks.run(save_and_go_on, tiny_tied, tmp_path, first, num_ranks=first_ranks)[0]
+    checkpoint = tmp_path / "checkpoints" / f"step-{SAVED_STEP:06d}"
+    losses = ranks.run(go_on_from_each, tiny_tied, {saved: checkpoint}, second, num_ranks=second_ranks)[0][saved]
+    assert losses == pytest.approx(expected, rel=RELATIVE)
+
+
 @pytest.mark.slow
 def test_case_13_every_layout_goes_on_from_every_other(ranks: RankPool, tiny_qwen3_vl: Path, tmp_path: Path) -> None:
     expected: dict[str, list[float]] = {}

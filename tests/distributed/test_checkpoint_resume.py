@@ -55,6 +55,20 @@ def test_a_run_goes_on_under_another_layout(ranks, tiny_qwen3_vl, tmp_path, save
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_without_the_optimizer_weights_and_schedule_go_on_and_moments_begin_anew(ranks, tiny_qwen3_vl, tmp_path):
+    """Float32 masters of bfloat16 weights are made from the weights."""
+    recipe = Recipe(with_optimizer=False, values={"torch_dtype": "bfloat16"})
+    expected = uninterrupted(ranks, tiny_qwen3_vl, recipe, 1)[0][2:]
+    ranks.run(run, tiny_qwen3_vl, tmp_path, 2, recipe, num_ranks=1)
+    ranks.run(run, tiny_qwen3_vl, tmp_path / "with", 2, replace(recipe, with_optimizer=True), num_ranks=1)
+    got = ranks.run(run, tiny_qwen3_vl, tmp_path, 6, recipe, num_ranks=1)[0]
+    assert got[0] == expected[0], "the third step's loss and gradient are those of the saved weights"
+    assert [record.learning_rates for record in got] == [record.learning_rates for record in expected]
+    assert got[1].loss != expected[1].loss
+    sizes = [sum(file.stat().st_size for file in step_folder(run_dir, 2).glob("*.distcp")) for run_dir in (tmp_path, tmp_path / "with")]
+    assert 2 * sizes[0] < sizes[1]
+
+
 def test_the_limit_keeps_the_newest(ranks, tiny_qwen3_vl, tmp_path):
     ranks.run(run, tiny_qwen3_vl, tmp_path, 4, Recipe(save_steps=1, save_total_limit=2), num_ranks=1)
     assert [path.name for path in completed(tmp_path)] == ["step-000003", "step-000004"]

@@ -19,14 +19,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def trained(ranks: RankPool, tiny_qwen3_vl: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(run on two context-parallel ranks, that computes in a narrower type than the model is stored in; the model, moved behind it)."""
+    """(run on two pipeline stages, in a narrower type than the model is stored in; the model, moved behind it)."""
     folder = tmp_path_factory.mktemp("export")
     model = shutil.copytree(tiny_qwen3_vl, folder / "model")
     values: dict[str, Any] = {
         "model": str(model),
         "dataset": [str(write_rows(folder / "rows", 9))],
         "output_dir": str(folder / "run"),
-        "context_parallel_size": 2,
+        "pipeline_model_parallel_size": 2,
         "torch_dtype": "bfloat16",
         "max_length": 144,
         "pack_align": 8,
@@ -42,9 +42,10 @@ def trained(ranks: RankPool, tiny_qwen3_vl: Path, tmp_path_factory: pytest.TempP
 def test_one_rank_and_several_export_the_bytes_of_the_run(ranks: RankPool, trained: tuple[Path, Path], tmp_path: Path) -> None:
     run, model = trained
     values = {"checkpoint": run / "checkpoints" / "step-000001", "model": model}
-    for num_ranks in (1, 2):
-        output = tmp_path / f"of_{num_ranks}"
-        assert ranks.run(run_export, {**values, "output": output}, num_ranks=num_ranks) == ["done"] * num_ranks
+    layouts: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {"tensor_model_parallel_size": 2}), (2, {})]
+    for number, (num_ranks, layout) in enumerate(layouts):
+        output = tmp_path / str(number)
+        assert ranks.run(run_export, {**values, **layout, "output": output}, num_ranks=num_ranks) == ["done"] * num_ranks
         assert contents(output) == contents(run / "hf")
     assert (output / "model.safetensors").read_bytes() != (model / "model.safetensors").read_bytes()
 

@@ -26,10 +26,12 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_case_34_a_resume_on_a_gpu_is_the_uninterrupted_run(tiny_qwen3_vl, tmp_path, name):
+@pytest.mark.parametrize(
+    ("name", "async_save"), [*((name, False) for name in RECIPES), ("distributed_optimizer", True), ("plain_optimizer", True)]
+)
+def test_case_34_a_resume_on_a_gpu_is_the_uninterrupted_run(tiny_qwen3_vl, tmp_path, name, async_save):
     """Losses to a tolerance, for backward passes on a GPU add in any order; everything else exactly."""
-    recipe = Recipe(values=RECIPES[name])
+    recipe = Recipe(values=RECIPES[name], async_save=async_save)
     expected = run(tiny_qwen3_vl, Path("/nonexistent"), 4, Recipe(values=RECIPES[name], save_steps=100))
     first = run(tiny_qwen3_vl, tmp_path, 2, recipe)
     second = run(tiny_qwen3_vl, tmp_path, 4, recipe)
