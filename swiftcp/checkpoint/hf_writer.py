@@ -104,6 +104,7 @@ def export_hf_folder(
             with together("exporting the weights"):
                 if is_first_rank():
                     _write_shard(aside / file, shard, values, source)
+            del values  # or two shards are in memory while the next one comes in
         with together("exporting the weights"):
             if is_first_rank():
                 if len(shards) > 1:

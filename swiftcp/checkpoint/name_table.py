@@ -96,7 +96,8 @@ class VocabularyRows(Rule):
         return replace(self, num_rows=min(max(self.num_rows - rank * shape[0], 0), shape[0]))
 
     def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        return F.pad(tensors[0], (0, 0, 0, shape[0] - self.num_rows))
+        num_padding = shape[0] - self.num_rows
+        return F.pad(tensors[0], (0, 0, 0, num_padding)) if num_padding else tensors[0]  # the largest tensor is not copied in vain
 
     def separate(self, tensor: Tensor) -> tuple[Tensor, ...]:
         return (tensor[: self.num_rows],)
