@@ -224,4 +224,5 @@ def head_of_a_vocabulary_shard(num_tokens: int, vocab_size: int) -> tuple[Tensor
     copied = copy_to_tensor_model_parallel_region(hidden, group=mesh.tp_group)
     losses = token_losses(copied, shard, targets, vocab_size=vocab_size, chunk_tokens=4, group=mesh.tp_group)
     grads = torch.autograd.grad((losses * upstream).sum(), (hidden, shard))
-    return losses - expected, grads[0] - expected_grads[0], grads[1] - expected_grads[1].chunk(mesh.tp_size)[mesh.tp_rank]
+    own = expected_grads[1].chunk(mesh.tp_size)[mesh.tp_rank]
+    return (losses - expected).detach(), grads[0] - expected_grads[0], grads[1] - own

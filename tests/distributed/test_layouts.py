@@ -71,16 +71,18 @@ def test_tower_gradients_are_whole_and_equal_on_every_tensor_parallel_rank(name:
     assert all(torch.equal(first[parameter], second[parameter]) for parameter in expected)
 
 
-def test_random_weights_and_a_vocabulary_that_does_not_divide(ranks: RankPool, tiny_qwen3_vl: Path, tmp_path: Path) -> None:
+def test_random_weights_a_tied_head_and_a_vocabulary_that_does_not_divide(ranks: RankPool, tiny_qwen3_vl: Path, tmp_path: Path) -> None:
     """The whole model is drawn, then cut; the rows that fill up the vocabulary take no part."""
     folder = tmp_path / "odd"
     shutil.copytree(tiny_qwen3_vl, folder)
     described = json.loads((folder / "config.json").read_text())
     described["text_config"]["vocab_size"] += 1
+    described["tie_word_embeddings"] = True
     (folder / "config.json").write_text(json.dumps(described))
-    random, tp2 = {"init_from_config": True}, LAYOUTS["TP2"]
+    random = {"init_from_config": True}
     expected = measure_layout(ranks, folder, Layout(1, random))[0]
-    for result in measure_layout(ranks, folder, Layout(2, tp2.keys | random)):
+    assert "lm_head.weight" not in expected.packed.gradients
+    for result in measure_layout(ranks, folder, Layout(2, LAYOUTS["TP2+SP"].keys | random)):
         assert over_bounds(differences(result.packed, expected.packed)) == {}
         assert weight_difference(result, expected) <= WEIGHT_BOUND
 
