@@ -1,7 +1,8 @@
 """What the data pipeline hands to the trainer: samples, and micro-batches of the full, uncut stream.
 
 Shape legend: L tokens of a sample, B rows of a micro-batch (1 when packed), S tokens of a row of the micro-batch,
-I visual items (an image, or a whole video), P patches, D values of a patch, V merged visual features.
+I visual items (an image, or a whole video), P patches, D values of a patch, V merged visual features, A sounds, F frames of their
+log-mel features, M mel bins, E features of the audio encoder.
 All tensors are on the host.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +31,28 @@ class VisualItems:
     positions_V: Tensor
     """int64: for each merged feature, in the order the tower returns them, its index into the flattened [B*S] stream."""
 
+    def moved(self, offset: int) -> VisualItems:
+        """The same items in a stream that begins `offset` tokens earlier."""
+        return replace(self, positions_V=self.positions_V + offset)
+
+
+@dataclass(frozen=True)
+class AudioItems:
+    """Audio clips and the sound of videos, and where each of their features goes."""
+
+    features_FM: Tensor
+    """float32 log-mel frames, as the checkpoint's feature extractor makes them, sounds one after the other."""
+    num_frames_A: Tensor
+    """int64: frames of each sound."""
+    longest_A: Tensor
+    """int64: frames of the longest sound of the same sample; it decides how the encoder pads the last frames of a sound."""
+    positions_E: Tensor
+    """int64: for each feature of the encoder, sound by sound, its index into the flattened [B*S] stream."""
+
+    def moved(self, offset: int) -> AudioItems:
+        """The same items in a stream that begins `offset` tokens earlier."""
+        return replace(self, positions_E=self.positions_E + offset)
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -43,7 +66,9 @@ class Sample:
     weights_L: Tensor
     """float32 weight of each token's loss, aligned with `labels_L`."""
     position_ids_3L: Tensor
+    """int64, or float32 in a family that has times between whole positions."""
     visual: VisualItems | None = None
+    audio: AudioItems | None = None
 
     def __len__(self) -> int:
         return self.input_ids_L.numel()
@@ -69,6 +94,7 @@ class Batch:
     rows: tuple[int, ...]
     """Data set row of each sample, in stream order; empty for a filler."""
     visual: VisualItems | None = None
+    audio: AudioItems | None = None
 
     @property
     def packed(self) -> bool:
@@ -80,15 +106,12 @@ def _shift(values: Tensor, fill: float) -> Tensor:
     return torch.cat([values[1:], values.new_full((1,), fill)])
 
 
-def _merge_visual(samples: Sequence[Sample], offsets: Sequence[int]) -> VisualItems | None:
-    parts = [(s.visual, o) for s, o in zip(samples, offsets, strict=True) if s.visual is not None]
+def _merge[Items: (VisualItems, AudioItems)](items: Sequence[Items | None], offsets: Sequence[int]) -> Items | None:
+    """The items of all samples, each at its offset into the flattened stream."""
+    parts = [own.moved(offset) for own, offset in zip(items, offsets, strict=True) if own is not None]
     if not parts:
         return None
-    return VisualItems(
-        patches_PD=torch.cat([v.patches_PD for v, _ in parts]),
-        grid_thw=torch.cat([v.grid_thw for v, _ in parts]),
-        positions_V=torch.cat([v.positions_V + o for v, o in parts]),
-    )
+    return type(parts[0])(**{field.name: torch.cat([getattr(part, field.name) for part in parts]) for field in fields(parts[0])})
 
 
 def _round_up(length: int, multiple: int) -> int:
@@ -102,7 +125,7 @@ def _place(samples: Sequence[Sample], shape: tuple[int, int], offsets: Sequence[
     labels = torch.full((num_tokens,), IGNORED_LABEL, dtype=torch.int64)
     weights = torch.zeros(num_tokens, dtype=torch.float32)
     padding = torch.ones(num_tokens, dtype=torch.bool)
-    positions = torch.zeros(3, num_tokens, dtype=torch.int64)
+    positions = torch.zeros(3, num_tokens, dtype=samples[0].position_ids_3L.dtype if samples else torch.int64)
     for sample, offset in zip(samples, offsets, strict=True):
         here = slice(offset, offset + len(sample))
         input_ids[here] = sample.input_ids_L
@@ -147,7 +170,8 @@ def collate_pack(
         max_seqlen=max(padded),
         lengths=tuple(len(s) for s in samples),
         rows=tuple(s.row for s in samples),
-        visual=_merge_visual(samples, offsets),
+        visual=_merge([sample.visual for sample in samples], offsets),
+        audio=_merge([sample.audio for sample in samples], offsets),
     )
 
 
@@ -167,5 +191,6 @@ def collate_rows(
         max_seqlen=num_tokens,
         lengths=tuple(len(s) for s in samples),
         rows=tuple(s.row for s in samples),
-        visual=_merge_visual(samples, offsets),
+        visual=_merge([sample.visual for sample in samples], offsets),
+        audio=_merge([sample.audio for sample in samples], offsets),
     )

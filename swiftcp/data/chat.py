@@ -26,7 +26,7 @@ from typing import Any
 
 import jinja2
 
-from swiftcp.data.rows import TEXT_ROLE, ImagePart, Message, Part, Row, TextPart, shown
+from swiftcp.data.rows import KINDS, TEXT_ROLE, MediaPart, Message, Part, Row, TextPart, shown
 from swiftcp.errors import DataError
 
 _MARK = re.compile("\ue000([0-9]+)\ue001")
@@ -201,9 +201,9 @@ class ChatTemplate:
             raise DataError("the checkpoint's chat template ends assistant turns with no special token")
         return _Layout(header, prompt[len(header) :], end[0])
 
-    def _placeholder(self, part: Part) -> str:
+    def _placeholder(self, part: MediaPart) -> str:
         """A medium as the template writes it, with its markers."""
-        return self._placeholders["image" if isinstance(part, ImagePart) else "video"]
+        return self._placeholders[part.kind]
 
     @cached_property
     def _placeholders(self) -> dict[str, str]:
@@ -211,7 +211,7 @@ class ChatTemplate:
             mark = {"type": "text", "text": _mark(0)}
             return self._render([{"role": "user", "content": [mark, {"type": kind}, mark]}]).split(_mark(0))[1]
 
-        return {kind: written(kind) for kind in ("image", "video")}
+        return {kind: written(kind) for kind in KINDS if hasattr(self._processor, f"{kind}_token")}
 
 
 def reserved_tokens(processor: Any) -> set[str]:
@@ -265,7 +265,7 @@ def _as_dict(message: Message, around: tuple[str, str] = ("", "")) -> dict[str, 
 def _part_as_dict(part: Part) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
-    return {"type": "image" if isinstance(part, ImagePart) else "video"}
+    return {"type": part.kind}
 
 
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:

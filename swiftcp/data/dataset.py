@@ -71,7 +71,7 @@ def scan_rows(
     """Parse and measure every row.
 
     Args:
-        check_media: decode images too (and each video's first frame), so that broken files are found now.
+        check_media: decode images and sounds too (and each video's first frame), so that broken files are found now.
         progress: called with (rows done, rows in all).
     """
     measure = _Measure(rows, encoder, check_media)
@@ -117,7 +117,7 @@ class _Measure:
 
 def _digest(row: Row) -> bytes:
     """Of the row's conversation, with the names of its media, and their bytes where it holds them."""
-    contents = [asdict(message) for message in row.messages], row.tools
+    contents = [asdict(message) for message in row.messages], row.tools, *([True] if row.use_audio_in_video else [])
     return hashlib.sha256(json.dumps(contents, default=_plain).encode()).digest()
 
 

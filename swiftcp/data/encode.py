@@ -1,4 +1,4 @@
-"""Rows to samples: rendered text with its placeholders expanded, token ids, labels, weights, positions and patches.
+"""Rows to samples: rendered text with its placeholders expanded, token ids, labels, weights, positions and what media hold.
 
 One path leads to the ids, whether only their number is asked for (`length`, which decodes no images) or the whole sample (`encode`).
 A token is trained if every one of its characters is; what the processor puts in the place of a medium never is.
@@ -8,25 +8,28 @@ Legend: L tokens of the sample, C characters of its text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from swiftcp.data.batch import IGNORED_LABEL, Sample, VisualItems
+from swiftcp.data.batch import IGNORED_LABEL, AudioItems, Sample, VisualItems
 from swiftcp.data.chat import ChatTemplate, Rendered
 from swiftcp.data.media import MediaAccess, MediaError
+from swiftcp.data.placeholders import replacements
 from swiftcp.data.rows import Row, RowError
+from swiftcp.data.sounds import Sounds
 from swiftcp.data.visuals import MediaLimits, MediaPlan, Visuals, limit_processor
 from swiftcp.errors import ConfigError, DataError
 
 Mode = Literal["sft", "pt"]
 TruncationStrategy = Literal["raise", "delete"]
-PositionIds = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
-"""(input_ids_L, image_grid_thw, video_grid_thw) -> [3, L], by the model family's rule."""
+PositionIds = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
+"""(input_ids_L, image_grid_thw, video_grid_thw, seconds_per_grid_W) -> [3, L], by the model family's rule."""
 
 
 class RowEncoder:
@@ -65,6 +68,7 @@ class RowEncoder:
         self._decode_media = decode_media
         self._template = ChatTemplate(self._processor)
         self._visuals = Visuals(self._processor, access or MediaAccess())
+        self._sounds = Sounds(self._processor, access or MediaAccess())
 
     @property
     def pad_token_id(self) -> int:
@@ -79,8 +83,8 @@ class RowEncoder:
             RowError: the row cannot become a sample.
         """
         with _naming(row):
-            rendered, plan = self._render(row), self._visuals.plan(row)
-            text, _ = self._expand(rendered, plan)
+            rendered = self._render(row)
+            text, _ = self._expand(row, rendered, self._plan(row, self._sounds.lengths(row)))
             return len(self._tokenize(text)["input_ids"])
 
     def is_trained(self, row: Row) -> bool:
@@ -93,13 +97,14 @@ class RowEncoder:
             return any(span.end > span.start and span.weight > 0 for span in self._render(row).spans)
 
     def check_media(self, row: Row) -> None:
-        """Decode every image; of videos, `length` decodes the first frame.
+        """Decode every image and every sound; of videos, `length` decodes the first frame.
 
         Raises:
             RowError: a file is broken.
         """
         with _naming(row):
             self._visuals.check(row)
+            self._sounds.read(row)
 
     def encode(self, row: Row, index: int) -> Sample:
         """The sample of the row at `index` of the data set.
@@ -108,8 +113,9 @@ class RowEncoder:
             RowError: the row cannot become a sample.
         """
         with _naming(row):
-            rendered, plan = self._render(row), self._visuals.plan(row)
-            text, weights_C = self._expand(rendered, plan)
+            rendered, clips = self._render(row), self._sounds.read(row) if self._decode_media else []
+            plan = self._plan(row, [clip.size for clip in clips] if self._decode_media else self._sounds.lengths(row))
+            text, weights_C = self._expand(row, rendered, plan)
             tokens = self._tokenize(text)
             input_ids_L = torch.tensor(tokens["input_ids"], dtype=torch.int64)
             labels_L, weights_L = _label(input_ids_L, np.array(tokens["offset_mapping"]).reshape(-1, 2), weights_C)
@@ -119,27 +125,37 @@ class RowEncoder:
                 input_ids_L=input_ids_L,
                 labels_L=labels_L,
                 weights_L=torch.where(labels_L == IGNORED_LABEL, 0.0, weights_L),
-                position_ids_3L=self._position_ids(input_ids_L, _or_none(plan.image_grid_thw), _or_none(plan.video_grid_thw)),
+                position_ids_3L=self._position_ids(
+                    input_ids_L, _or_none(plan.image_grid_thw), _or_none(plan.video_grid_thw), _or_none(plan.seconds_per_grid_W)
+                ),
                 visual=self._visual_items(row, plan, input_ids_L) if row.images or row.videos else None,
+                audio=self._audio_items(clips, plan, input_ids_L) if row.sounds else None,
             )
 
+    def _plan(self, row: Row, lengths: Sequence[int]) -> MediaPlan:
+        """Grids, frames and lengths of all media, given the samples of each sound."""
+        return replace(self._visuals.plan(row), num_frames_A=self._sounds.num_frames(lengths))
+
     def _render(self, row: Row) -> Rendered:
+        if row.sounds and not hasattr(self._processor, "audio_token"):
+            raise DataError("the row has sound, which the checkpoint cannot hear: remove audios and use_audio_in_video")
         rendered = self._template.sft(row) if self.mode == "sft" else self._template.pt(row)
-        for kind, token, parts in (("image", self._processor.image_token, row.images), ("video", self._processor.video_token, row.videos)):
-            if rendered.text.count(token) != len(parts):
+        for kind, parts in (("image", row.images), ("video", row.videos), ("audio", row.audios)):
+            token = getattr(self._processor, f"{kind}_token", None)
+            if token is not None and rendered.text.count(token) != len(parts):
                 raise DataError(
                     f"the checkpoint's chat template writes {rendered.text.count(token)} of the row's {len(parts)} {kind}s:"
                     " put media into user messages"
                 )
         return rendered
 
-    def _expand(self, rendered: Rendered, plan: MediaPlan) -> tuple[str, np.ndarray]:
+    def _expand(self, row: Row, rendered: Rendered, plan: MediaPlan) -> tuple[str, np.ndarray]:
         """The text with its placeholders expanded, and the weight of each of its C characters, -1 where not trained."""
         before_C = np.full(len(rendered.text), -1.0, dtype=np.float32)
         for span in rendered.spans:
             before_C[span.start : span.end] = span.weight
-        images, videos = self._visuals.replacements(plan)
-        (text,), (replaced,) = self._processor.get_text_with_replacements([rendered.text], images, videos)
+        written = replacements(self._processor, plan, use_audio_in_video=row.use_audio_in_video)
+        (text,), (replaced,) = self._processor.get_text_with_replacements([rendered.text], *written)
         after_C = np.full(len(text), -1.0, dtype=np.float32)
         old = new = 0
         for replacement in [*replaced, {"span": (len(before_C),) * 2, "new_span": (len(after_C),) * 2}]:
@@ -155,17 +171,27 @@ class RowEncoder:
 
     def _media_token_ids(self) -> Tensor:
         """Ids of placeholders and of the markers around them."""
-        names = [name for name in vars(self._processor) if name.endswith("_token_id")]
-        return torch.tensor([token for name in names if (token := getattr(self._processor, name)) is not None])
+        tokens = [value for name, value in vars(self._processor).items() if name.endswith("_token") and isinstance(value, str)]
+        return torch.tensor(self._processor.tokenizer.convert_tokens_to_ids(tokens))
+
+    def _places(self, kind: str, input_ids_L: Tensor) -> Tensor:
+        """Where the placeholders of a kind of media stand."""
+        token = self._processor.tokenizer.convert_tokens_to_ids(getattr(self._processor, f"{kind}_token"))
+        return (input_ids_L == token).nonzero().flatten()
 
     def _visual_items(self, row: Row, plan: MediaPlan, input_ids_L: Tensor) -> VisualItems:
         """Images first, then videos; each kind in the order of its placeholders."""
-        processor = self._processor
-        places = [(input_ids_L == token).nonzero().flatten() for token in (processor.image_token_id, processor.video_token_id)]
+        places = [self._places(kind, input_ids_L) for kind in ("image", "video")]
         for positions, grid_thw in zip(places, (plan.image_grid_thw, plan.video_grid_thw), strict=True):
-            assert positions.numel() == grid_thw.prod(1).sum() // processor.image_processor.merge_size**2
+            assert positions.numel() == grid_thw.prod(1).sum() // self._processor.image_processor.merge_size**2
         patches_PD = self._visuals.patches(row, plan) if self._decode_media else torch.empty(0, 0)
         return VisualItems(patches_PD, torch.cat([plan.image_grid_thw, plan.video_grid_thw]), torch.cat(places))
+
+    def _audio_items(self, clips: Sequence[np.ndarray], plan: MediaPlan, input_ids_L: Tensor) -> AudioItems:
+        """In the order of the conversation, as their placeholders are."""
+        longest_A = plan.num_frames_A.max().expand_as(plan.num_frames_A)
+        features_FM = self._sounds.features(clips) if clips else torch.empty(0, 0)
+        return AudioItems(features_FM, plan.num_frames_A, longest_A.clone(), self._places("audio", input_ids_L))
 
 
 @contextmanager

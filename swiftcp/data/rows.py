@@ -1,8 +1,9 @@
 """Typed rows, and how a raw JSON object becomes one.
 
-A row is a conversation of messages, each a list of text, image and video parts; a text for pre-training is one message of the
-role `text`. Everything that can be wrong with a row by itself, without a model, is refused here: `parse_row` raises `RowError`
-with file, line, value, rule and remedy. `<image>` and `<video>` are tags in plain strings only: in a list of parts, text is text.
+A row is a conversation of messages, each a list of text, image, video and audio parts; a text for pre-training is one message of
+the role `text`. Everything that can be wrong with a row by itself, without a model, is refused here: `parse_row` raises `RowError`
+with file, line, value, rule and remedy. `<image>`, `<video>` and `<audio>` are tags in plain strings only: in a list of parts,
+text is text.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from swiftcp.data.row_formats import to_messages
 from swiftcp.errors import DataError
@@ -22,9 +23,12 @@ ROLES = ("system", "user", "assistant", "tool")
 TEXT_ROLE = "text"
 """The role of the one message of a `{"text": ...}` row."""
 
-_TAG = re.compile("(<image>|<video>)")
-_PART_KEYS = {"image": ("image", "url", "path", "image_url"), "video": ("video", "url", "path", "video_url")}
-_PART_TYPES = {"text": "text", "image": "image", "image_url": "image", "video": "video", "video_url": "video"}
+KINDS = ("image", "video", "audio")
+"""Of media."""
+
+_TAG = re.compile("(<image>|<video>|<audio>)")
+_PART_KEYS = {kind: (kind, "url", "path", f"{kind}_url") for kind in KINDS}
+_PART_TYPES = {"text": "text"} | {name: kind for kind in KINDS for name in (kind, f"{kind}_url")}
 
 MediaSource = str | bytes
 """A path (relative to the data file), a `file://`, `http(s)://` or `data:` URI, or a file's bytes."""
@@ -55,18 +59,27 @@ class TextPart:
 
 @dataclass(frozen=True, slots=True)
 class ImagePart:
+    kind: ClassVar[str] = "image"
     source: MediaSource
 
 
 @dataclass(frozen=True, slots=True)
 class VideoPart:
+    kind: ClassVar[str] = "video"
     source: MediaSource | tuple[MediaSource, ...]
     """A video file, or its frames in order."""
     fps: float | None = None
     """Frames a second: of the frames where they are listed, else to sample from the file."""
 
 
-Part = TextPart | ImagePart | VideoPart
+@dataclass(frozen=True, slots=True)
+class AudioPart:
+    kind: ClassVar[str] = "audio"
+    source: MediaSource
+
+
+MediaPart = ImagePart | VideoPart | AudioPart
+Part = TextPart | MediaPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +107,8 @@ class Row:
     """1-based line, or position where the format has no lines."""
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
+    use_audio_in_video: bool = False
+    """Whether the sound of its videos is heard, interleaved with their frames."""
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
@@ -105,13 +120,24 @@ class Row:
         """In the order of the conversation."""
         return tuple(part for message in self.messages for part in message.parts if isinstance(part, VideoPart))
 
+    @property
+    def audios(self) -> tuple[AudioPart, ...]:
+        """In the order of the conversation; the sound of videos is not among them."""
+        return tuple(part for message in self.messages for part in message.parts if isinstance(part, AudioPart))
+
+    @property
+    def sounds(self) -> tuple[AudioPart | VideoPart, ...]:
+        """Everything that is heard, in the order of the conversation."""
+        heard = (AudioPart, VideoPart) if self.use_audio_in_video else AudioPart
+        return tuple(part for message in self.messages for part in message.parts if isinstance(part, heard))
+
     def error(self, reason: str, kind: str = "row") -> RowError:
         return RowError(self.file, self.line, reason, kind)
 
 
 @dataclass(frozen=True, slots=True)
 class _Tag:
-    """A place for the next medium of the row's `images` or `videos`."""
+    """A place for the next medium of the row's `images`, `videos` or `audios`."""
 
     kind: str
     fps: float | None = None
@@ -132,11 +158,11 @@ def parse_row(raw: Any, file: Path, line: int) -> Row:
         _check_text(raw)
         messages = [_parse_message(item, position) for position, item in enumerate(to_messages(raw), start=1)]
         _check_roles([message.role for message, _ in messages])
-        media = {"image": _media_column(raw, "image"), "video": _media_column(raw, "video")}
+        media = {kind: _media_column(raw, kind) for kind in KINDS}
         _check_counts(messages, media)
         sources = {kind: iter(sources) for kind, sources in media.items()}
         filled = tuple(replace(message, parts=tuple(_fill(parts, sources))) for message, parts in messages)
-        return Row(file, line, filled, tuple(_parse_tools(raw.get("tools"))))
+        return Row(file, line, filled, tuple(_parse_tools(raw.get("tools"))), _parse_flag(raw, "use_audio_in_video"))
     except DataError as error:
         raise RowError(file, line, str(error)) from None
 
@@ -179,6 +205,13 @@ def _parse_message(item: Any, position: int) -> tuple[Message, _RawParts]:
     return message, _parse_content(item.get("content"), position, may_be_none=bool(tool_calls))
 
 
+def _parse_flag(raw: Mapping[str, Any], key: str) -> bool:
+    value = raw.get(key)
+    if value not in (None, True, False):
+        raise DataError(f"{key} is {shown(value)}: it must be true or false")
+    return bool(value)
+
+
 def _parse_loss(item: Mapping[str, Any], position: int) -> bool | None:
     loss = item.get("loss")
     if loss not in (None, True, False):
@@ -210,9 +243,9 @@ def _parse_part(part: Any, position: int) -> Part | _Tag:
     if not isinstance(part, Mapping):
         raise DataError(f'message {position} has the part {shown(part)}: write {{"type": "text", "text": ...}}')
     fields = {key: value for key, value in part.items() if value is not None}
-    kind = fields.pop("type", None) or next((key for key in ("text", "image", "video") if key in fields), None)
+    kind = fields.pop("type", None) or next((key for key in ("text", *KINDS) if key in fields), None)
     if not isinstance(kind, str) or kind not in _PART_TYPES:
-        raise DataError(f"message {position} has a part of type {shown(kind)}: use one of text, image, video")
+        raise DataError(f"message {position} has a part of type {shown(kind)}: use one of text, {', '.join(KINDS)}")
     kind = _PART_TYPES[kind]
     if kind == "text":
         parsed: Part | _Tag = TextPart(_text_of(fields.pop("text", None), position))
@@ -237,10 +270,10 @@ def _parse_fps(fps: Any) -> float | None:
     return None if fps is None else float(fps)
 
 
-def _media_part(kind: str, value: Any, fps: float | None = None) -> ImagePart | VideoPart:
-    """An image or a video from whatever stands for it: a source, its dict, or for a video its frames."""
-    if kind == "image":
-        return ImagePart(_source(kind, value))
+def _media_part(kind: str, value: Any, fps: float | None = None) -> MediaPart:
+    """A medium from whatever stands for it: a source, its dict, or for a video its frames."""
+    if kind != "video":
+        return ImagePart(_source(kind, value)) if kind == "image" else AudioPart(_source(kind, value))
     if isinstance(value, Mapping) and ("video" in value or "frames" in value):
         fps = _parse_fps(value.get("fps")) or fps
         value = value.get("video") or value.get("frames")
@@ -259,8 +292,8 @@ def _source(kind: str, value: Any) -> MediaSource:
     return value
 
 
-def _media_column(raw: Mapping[str, Any], kind: str) -> list[ImagePart | VideoPart]:
-    """The row's `images` (or `image`), `videos` (or `video`)."""
+def _media_column(raw: Mapping[str, Any], kind: str) -> list[MediaPart]:
+    """The row's `images` (or `image`), and so on."""
     given = [key for key in (f"{kind}s", kind) if raw.get(key) is not None]
     if len(given) > 1:
         raise DataError(f"the row has {given[0]} and {given[1]}: keep {given[0]}")
@@ -282,7 +315,7 @@ def _check_counts(messages: Sequence[tuple[Message, _RawParts]], media: Mapping[
             )
 
 
-def _fill(parts: _RawParts, media: Mapping[str, Iterator[ImagePart | VideoPart]]) -> Iterator[Part]:
+def _fill(parts: _RawParts, media: Mapping[str, Iterator[MediaPart]]) -> Iterator[Part]:
     """Put the row's media in the places of its tags."""
     for part in parts:
         if not isinstance(part, _Tag):

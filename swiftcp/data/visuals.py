@@ -10,21 +10,24 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import Qwen3VLVideoProcessor
 from transformers.image_utils import SizeDict
 from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from swiftcp.data.media import MediaAccess, MediaError, check_image, image_size, label, read_frames, read_image, video_header
-from swiftcp.data.rows import ImagePart, Row, VideoPart
+from swiftcp.data.rows import ImagePart, Row, TextPart, VideoPart
 from swiftcp.errors import ConfigError
 
+_FPS = 2.0
+"""Frames a second that are taken from a video where the checkpoint states no rate, as Qwen's own tools do."""
 _FRAME_FLOOR = 1.05
 """The video processor never goes below this many times the minimum when it caps the pixels of a frame."""
 
@@ -61,6 +64,12 @@ class MediaPlan:
     """[W, 3] int64."""
     video_metadata: tuple[VideoMetadata, ...]
     """With the indices of the frames to read."""
+    seconds_per_grid_W: Tensor
+    """[W] float32: between two rows of frames in a video's grid."""
+    kinds: tuple[str, ...]
+    """"image", "video" or "audio", in the order of the conversation."""
+    num_frames_A: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """[A] frames of features of each sound; see `swiftcp.data.sounds`."""
 
 
 def limit_processor(processor: Any, limits: MediaLimits) -> Any:
@@ -71,9 +80,18 @@ def limit_processor(processor: Any, limits: MediaLimits) -> Any:
     """
     limits.validate()
     limited = copy.copy(processor)
-    limited.image_processor = _limit_images(copy.deepcopy(processor.image_processor), limits)
-    limited.video_processor = _limit_videos(copy.deepcopy(processor.video_processor), limits)
+    limited.image_processor = _limit_images(_with_defaults(processor, "image"), limits)
+    limited.video_processor = _limit_videos(_with_defaults(processor, "video"), limits)
     return limited
+
+
+def _with_defaults(processor: Any, kind: str) -> Any:
+    """A copy of the image or video processor with the size that the whole processor would call it with, whatever its own is."""
+    own = copy.deepcopy(getattr(processor, f"{kind}_processor"))
+    size = type(processor).valid_processor_kwargs._defaults.get(f"{kind}s_kwargs", {}).get("size")
+    if size is not None:
+        own.size = SizeDict(**size)
+    return own
 
 
 def _token_pixels(processor: Any) -> int:
@@ -97,16 +115,21 @@ def _limit_videos(processor: Any, limits: MediaLimits) -> Any:
     pixels = _token_pixels(processor)
     if limits.video_min_token_num is not None:
         processor.size["shortest_edge"] = limits.video_min_token_num * pixels
-    if limits.video_max_token_num is not None:
+    if limits.video_max_token_num is not None and not isinstance(processor, Qwen3VLVideoProcessor):
+        processor.size["longest_edge"] = limits.video_max_token_num * pixels  # of one frame, as in Qwen2-VL
+        if processor.size["shortest_edge"] > processor.size["longest_edge"]:
+            least = processor.size["shortest_edge"] / pixels
+            raise ConfigError(f"video_max_token_num {limits.video_max_token_num} is less than video_min_token_num {least:g}: set both")
+    elif limits.video_max_token_num is not None:
         processor.cap_pixels_per_frame, processor.max_video_tokens = True, limits.video_max_token_num
         least = _FRAME_FLOOR * processor.size["shortest_edge"] / pixels
         if least > limits.video_max_token_num:
             raise ConfigError(
                 f"video_max_token_num {limits.video_max_token_num} is less than {_FRAME_FLOOR} x video_min_token_num = {least:g}: set both"
             )
-    elif processor.cap_pixels_per_frame is None:
+    if processor.cap_pixels_per_frame is None:
         processor.cap_pixels_per_frame = False  # what None means in transformers 5.17, which warns and will change it
-    processor.fps = limits.fps or processor.fps
+    processor.fps = limits.fps or processor.fps or (None if processor.num_frames else _FPS)
     processor.min_frames = limits.fps_min_frames or processor.min_frames
     processor.max_frames = limits.fps_max_frames or processor.max_frames
     if processor.min_frames > processor.max_frames:
@@ -137,16 +160,14 @@ class Visuals:
             torch.tensor(image_grids, dtype=torch.int64).view(-1, 3),
             torch.tensor(video_grids, dtype=torch.int64).view(-1, 3),
             tuple(videos),
+            torch.tensor([self._seconds_per_grid(metadata) for metadata in videos]),
+            tuple(part.kind for message in row.messages for part in message.parts if not isinstance(part, TextPart)),
         )
 
-    def replacements(self, plan: MediaPlan) -> tuple[list[str], list[str]]:
-        """What stands in the text for each image and each video: placeholders, and for videos their timestamps and markers."""
-        images = {"image_grid_thw": plan.image_grid_thw}
-        videos = {"video_grid_thw": plan.video_grid_thw, "video_metadata": plan.video_metadata}
-        return (
-            [self._processor.replace_image_token(images, image_idx=i) for i in range(len(plan.image_grid_thw))],
-            [self._processor.replace_video_token(videos, video_idx=i) for i in range(len(plan.video_grid_thw))],
-        )
+    def _seconds_per_grid(self, metadata: VideoMetadata) -> float:
+        """The time that the frames of one patch stand for, by the rate at which frames were really taken."""
+        num_frames = len(set(metadata.frames_indices or ()))
+        return self._processor.video_processor.temporal_patch_size * (metadata.duration or 0.0) / max(num_frames, 1)
 
     def patches(self, row: Row, plan: MediaPlan) -> Tensor:
         """[P, D] float32: the patches of all images, then of all videos.
@@ -231,6 +252,8 @@ class Visuals:
 
     def _sample(self, metadata: VideoMetadata, fps: float | None) -> list[int]:
         processor = self._processor.video_processor
+        if metadata.total_num_frames < processor.temporal_patch_size:
+            return list(range(metadata.total_num_frames))
         num_frames = None if fps else processor.num_frames
         indices = processor.sample_frames(metadata=metadata, num_frames=num_frames, fps=fps or (None if num_frames else processor.fps))
         return [int(index) for index in indices]

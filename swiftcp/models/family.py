@@ -54,8 +54,18 @@ class Family(Protocol):
         """What the plan of the tower's work needs to know."""
         ...
 
-    def position_ids(self, hf_config: Any, input_ids_L: Tensor, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> Tensor:
-        """[3, L] int64 positions of one sample alone, by the family's own rule; on the host, without building a model."""
+    def position_ids(
+        self,
+        hf_config: Any,
+        input_ids_L: Tensor,
+        image_grid_thw: Tensor | None,
+        video_grid_thw: Tensor | None,
+        seconds_per_grid_W: Tensor | None,
+    ) -> Tensor:
+        """[3, L] positions of one sample alone, by the family's own rule; on the host, without building a model.
+
+        They are int64, or float32 in a family that has times between whole positions.
+        """
         ...
 
     def name_table(self, hf_config: Any) -> NameTable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from swiftcp.errors import ConfigError
+from swiftcp.models.tiny_omni import AUDIO_TOKENS, build_qwen3_omni_moe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, ProcessorMixin
@@ -76,7 +77,7 @@ def write_tiny(family: str, folder: Path, seed: int = 0, *, tie_word_embeddings:
         raise ConfigError(f"tiny: {folder} is a file: name a folder")
     if _holds_another_model(folder):
         raise ConfigError(f"tiny: {folder} holds a model that is not a tiny one, which would be replaced: name another folder")
-    tokenizer = _train_tokenizer()
+    tokenizer = _train_tokenizer(_OWN_TOKENS.get(family, ()))
     model, processor = _BUILDERS[family](tokenizer, tie_word_embeddings, num_layers)
     _randomize(model, seed)
     model.generation_config = _generation_config(tokenizer)
@@ -91,8 +92,9 @@ def _holds_another_model(folder: Path) -> bool:
     if not config.is_file():
         return any(folder.glob("*.safetensors"))
     try:
-        return json.loads(config.read_text(encoding="utf-8"))["text_config"]["vocab_size"] != VOCAB_SIZE
-    except (ValueError, KeyError, TypeError):
+        described = json.loads(config.read_text(encoding="utf-8"))
+        return described.get("thinker_config", described)["text_config"]["vocab_size"] != VOCAB_SIZE
+    except (ValueError, KeyError, TypeError, AttributeError):
         return True
 
 
@@ -109,8 +111,8 @@ def _no_progress_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _train_tokenizer() -> TokenizersBackend:
-    """Byte-level BPE over the corpus in this package, with the special tokens of the published tokenizers."""
+def _train_tokenizer(own_tokens: Sequence[str]) -> TokenizersBackend:
+    """Byte-level BPE over the corpus in this package, with the special tokens of the published tokenizers, `own_tokens` last."""
     from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers, trainers
     from transformers import Qwen2Tokenizer
 
@@ -125,6 +127,7 @@ def _train_tokenizer() -> TokenizersBackend:
     tokenizer = Qwen2Tokenizer(vocab=trained["vocab"], merges=merges, model_max_length=MAX_POSITIONS)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS], special_tokens=True)
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in MARKER_TOKENS])
+    tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in own_tokens], special_tokens=True)
     tokenizer.eos_token = "<|im_end|>"  # only now: the constructor would put it before <|endoftext|>
     tokenizer.chat_template = (ASSETS / "chat_template.jinja").read_text(encoding="utf-8")
     return tokenizer
@@ -192,7 +195,19 @@ def _build_qwen3_vl(tokenizer: TokenizersBackend, tie_word_embeddings: bool, num
     import torch
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-    text_config: dict[str, Any] = dict(
+    config = Qwen3VLConfig(
+        text_config=_text_config(tokenizer, tie_word_embeddings, num_layers),
+        vision_config=_VISION,
+        tie_word_embeddings=tie_word_embeddings,
+        **_media_token_ids(tokenizer),
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen3VLForConditionalGeneration(config)
+    return model, _qwen3_vl_processor(tokenizer)
+
+
+def _text_config(tokenizer: TokenizersBackend, tie_word_embeddings: bool, num_layers: int) -> dict[str, Any]:
+    return dict(
         vocab_size=VOCAB_SIZE,
         hidden_size=64,
         intermediate_size=192,
@@ -206,21 +221,25 @@ def _build_qwen3_vl(tokenizer: TokenizersBackend, tie_word_embeddings: bool, num
         eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
         tie_word_embeddings=tie_word_embeddings,
     )
-    vision_config: dict[str, Any] = dict(
-        depth=3,
-        hidden_size=64,
-        intermediate_size=128,
-        num_heads=4,
-        out_hidden_size=64,
-        num_position_embeddings=64,
-        deepstack_visual_indexes=[0, 1],
-    )
-    config = Qwen3VLConfig(
-        text_config=text_config, vision_config=vision_config, tie_word_embeddings=tie_word_embeddings, **_media_token_ids(tokenizer)
-    )
-    with torch.random.fork_rng(devices=[]):
-        model = Qwen3VLForConditionalGeneration(config)
-    return model, _qwen3_vl_processor(tokenizer)
 
 
-_BUILDERS: dict[str, Callable[[TokenizersBackend, bool, int], tuple[PreTrainedModel, ProcessorMixin]]] = {"qwen3_vl": _build_qwen3_vl}
+_VISION: dict[str, Any] = dict(
+    depth=3,
+    hidden_size=64,
+    intermediate_size=128,
+    num_heads=4,
+    out_hidden_size=64,
+    num_position_embeddings=64,
+    deepstack_visual_indexes=[0, 1],
+)
+
+
+def _build_qwen3_omni_moe(tokenizer: TokenizersBackend, tie_word_embeddings: bool, num_layers: int) -> tuple[PreTrainedModel, ProcessorMixin]:
+    return build_qwen3_omni_moe(tokenizer, _text_config(tokenizer, tie_word_embeddings, num_layers), _VISION)
+
+
+_BUILDERS: dict[str, Callable[[TokenizersBackend, bool, int], tuple[PreTrainedModel, ProcessorMixin]]] = {
+    "qwen3_vl": _build_qwen3_vl,
+    "qwen3_omni_moe": _build_qwen3_omni_moe,
+}
+_OWN_TOKENS = {"qwen3_omni_moe": AUDIO_TOKENS}

@@ -46,7 +46,7 @@ def random_sample(
         input_ids_L=ids,
         labels_L=torch.where(is_text, ids, IGNORED_LABEL),
         weights_L=is_text.float(),
-        position_ids_3L=family.position_ids(hf_config, ids, grids, None),
+        position_ids_3L=family.position_ids(hf_config, ids, grids, None, None),
         visual=visual,
     )
 

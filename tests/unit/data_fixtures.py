@@ -48,7 +48,7 @@ def encoder(**options: Any) -> RowEncoder:
     return RowEncoder(tokens, position_ids, **options)
 
 
-def _positions(ids: Tensor, images: Tensor | None, videos: Tensor | None, *, merge: int, **tokens: int) -> Tensor:
+def _positions(ids: Tensor, images: Tensor | None, videos: Tensor | None, _: Tensor | None, *, merge: int, **tokens: int) -> Tensor:
     return qwen3_vl_position_ids(ids, images, videos, spatial_merge_size=merge, **tokens)
 
 

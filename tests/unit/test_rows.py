@@ -210,7 +210,7 @@ def test_columns_as_json_strings() -> None:
         ({"messages": [user(None)]}, "message 1 has the content NoneType None"),
         ({"messages": [user("u"), assistant(None)]}, "message 2 has the content NoneType None"),
         ({"messages": [user(["u"])]}, "message 1 has the part str 'u'"),
-        ({"messages": [user([{"type": "audio", "audio": "a.wav"}])]}, "part of type str 'audio'"),
+        ({"messages": [user([{"type": "sound", "sound": "a.wav"}])]}, "part of type str 'sound'"),
         ({"messages": [user([{"type": ["text"], "text": "t"}])]}, "part of type list ['text']"),
         ({"messages": [user([{"type": "text", "text": 3}])]}, "text must be a string"),
         ({"messages": [user([{"type": "image", "image": "a.png", "max_pixels": 3}])]}, "unknown keys max_pixels"),

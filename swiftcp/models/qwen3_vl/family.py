@@ -88,7 +88,15 @@ class Qwen3VL:
             prepare=partial(prepare, vision),
         )
 
-    def position_ids(self, hf_config: Any, input_ids_L: Tensor, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> Tensor:
+    def position_ids(
+        self,
+        hf_config: Any,
+        input_ids_L: Tensor,
+        image_grid_thw: Tensor | None,
+        video_grid_thw: Tensor | None,
+        seconds_per_grid_W: Tensor | None,
+    ) -> Tensor:
+        """Timestamps in the text tell the time of a video's frames, so that `seconds_per_grid_W` plays no part."""
         return qwen3_vl_position_ids(
             input_ids_L,
             image_grid_thw,
