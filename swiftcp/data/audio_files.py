@@ -95,6 +95,7 @@ def _read_by_soundfile(where: Path | bytes) -> tuple[np.ndarray, int] | None:
 
 def _read_by_av(where: Path | bytes, source: MediaSource) -> tuple[np.ndarray, int]:
     """([C, N] float32, rate) of the first audio stream."""
+    container: Any
     with av.open(BytesIO(where) if isinstance(where, bytes) else str(where)) as container:
         if not container.streams.audio:
             raise MediaError(f"{label(source)} has no audio track: add one, or leave it out (use_audio_in_video false for a video)")

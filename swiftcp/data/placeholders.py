@@ -43,7 +43,8 @@ class _OmniText:
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
-        defaults: Any = Qwen3OmniMoeProcessorKwargs._defaults
+        kinds: Any = Qwen3OmniMoeProcessorKwargs
+        defaults = kinds._defaults
         self._video_defaults, self._window = defaults["videos_kwargs"], defaults["audio_kwargs"]["n_window"]
 
     def replacements(self, plan: MediaPlan, use_audio_in_video: bool) -> Replacements:

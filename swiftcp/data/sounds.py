@@ -24,7 +24,7 @@ class Sounds:
     """One checkpoint's feature extractor, and where media may come from."""
 
     def __init__(self, processor: Any, access: MediaAccess) -> None:
-        self._extractor = getattr(processor, "feature_extractor", None)
+        self._extractor: Any = getattr(processor, "feature_extractor", None)
         self._access = access
 
     def lengths(self, row: Row) -> list[int]:

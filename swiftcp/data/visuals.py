@@ -48,10 +48,10 @@ class MediaLimits:
 
     def validate(self) -> None:
         """Raises ConfigError where a figure is not above 0."""
-        for field in fields(self):
-            value = getattr(self, field.name)
+        for limit in fields(self):
+            value = getattr(self, limit.name)
             if value is not None and value <= 0:
-                raise ConfigError(f"{field.name} {value}: it must be above 0")
+                raise ConfigError(f"{limit.name} {value}: it must be above 0")
 
 
 @dataclass(frozen=True)

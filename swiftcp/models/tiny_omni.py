@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 AUDIO_TOKENS = ("<|audio_start|>", "<|audio_end|>", "<|audio_pad|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>")
 """Special tokens that this family has beside those of Qwen3-VL."""
-_NAMED_TOKENS = {
+_NAMED_TOKENS: dict[str, Any] = {
     "image_token": "<|image_pad|>",
     "audio_token": "<|audio_pad|>",
     "video_token": "<|video_pad|>",
@@ -35,11 +35,12 @@ def build_qwen3_omni_moe(
     from transformers import Qwen3OmniMoeConfig, Qwen3OmniMoeForConditionalGeneration
 
     tokenizer._set_model_specific_special_tokens(_NAMED_TOKENS)
+    turns: dict[str, Any] = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in _TURN_TOKENS.items()}
     config = Qwen3OmniMoeConfig(
         thinker_config=_thinker_config(tokenizer, text, vision),
         talker_config=_talker_config(tokenizer, text),
         code2wav_config=_CODE2WAV,
-        **{f"{name}_token_id": tokenizer.convert_tokens_to_ids(token) for name, token in _TURN_TOKENS.items()},
+        **turns,
     )
     with torch.random.fork_rng(devices=[]):
         model = Qwen3OmniMoeForConditionalGeneration(config)
@@ -136,7 +137,8 @@ def _talker_config(tokenizer: TokenizersBackend, text: dict[str, Any]) -> dict[s
 
 def _processor(tokenizer: TokenizersBackend) -> ProcessorMixin:
     """Patches and sound as published, but few mel bins."""
-    from transformers import Qwen2VLImageProcessor, Qwen2VLVideoProcessor, Qwen3OmniMoeProcessor, WhisperFeatureExtractor
+    from transformers import Qwen2VLImageProcessor, Qwen3OmniMoeProcessor, WhisperFeatureExtractor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
     patches: dict[str, Any] = dict(patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3)
     return Qwen3OmniMoeProcessor(
