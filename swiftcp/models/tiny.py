@@ -234,7 +234,9 @@ _VISION: dict[str, Any] = dict(
 )
 
 
-def _build_qwen3_omni_moe(tokenizer: TokenizersBackend, tie_word_embeddings: bool, num_layers: int) -> tuple[PreTrainedModel, ProcessorMixin]:
+def _build_qwen3_omni_moe(
+    tokenizer: TokenizersBackend, tie_word_embeddings: bool, num_layers: int
+) -> tuple[PreTrainedModel, ProcessorMixin]:
     return build_qwen3_omni_moe(tokenizer, _text_config(tokenizer, tie_word_embeddings, num_layers), _VISION)
 
 
