@@ -31,6 +31,10 @@ class VisualItems:
     positions_V: Tensor
     """int64: for each merged feature, in the order the tower returns them, its index into the flattened [B*S] stream."""
 
+    @property
+    def positions(self) -> Tensor:
+        return self.positions_V
+
     def moved(self, offset: int) -> VisualItems:
         """The same items in a stream that begins `offset` tokens earlier."""
         return replace(self, positions_V=self.positions_V + offset)
@@ -48,6 +52,10 @@ class AudioItems:
     """int64: frames of the longest sound of the same sample; it decides how the encoder pads the last frames of a sound."""
     positions_E: Tensor
     """int64: for each feature of the encoder, sound by sound, its index into the flattened [B*S] stream."""
+
+    @property
+    def positions(self) -> Tensor:
+        return self.positions_E
 
     def moved(self, offset: int) -> AudioItems:
         """The same items in a stream that begins `offset` tokens earlier."""

@@ -108,7 +108,7 @@ def build_model(
 ) -> MultimodalGPTModel:
     """The model, or this pipeline stage's chunk of it, with its weights not yet set (see `swiftcp.checkpoint`).
 
-    The embedding and the tower are in the first chunk of the first stage, the head in the last chunk of the last stage. On a CPU:
+    The embedding and the towers are in the first chunk of the first stage, the head in the last chunk of the last stage. On a CPU:
     inside `cpu_mode()`.
 
     Args:
@@ -120,11 +120,11 @@ def build_model(
     vocab_size = family.vocab_size(hf_config)
     rotary = family.rotary(hf_config)
     with torch.device(device or mesh.device):
-        tower = family.build_tower(hf_config, backend) if pre_process else None
+        towers = family.build_towers(hf_config, backend) if pre_process else {}
         model = MultimodalGPTModel(
             config,
             decoder_spec(config, backend, vp_stage=vp_stage),
-            tower=tower,
+            towers=towers,
             rotary=rotary,
             cp_group=mesh.cp_group,
             tp_group=mesh.tp_group,
@@ -136,7 +136,7 @@ def build_model(
             post_process=post_process,
             vp_stage=vp_stage,
         )
-    if tower is not None:
+    for tower in towers.values():
         _cast_parameters(tower, config.params_dtype)
         if mesh.tp_size > 1:
             _keep_replicas_equal(tower)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from swiftcp.checkpoint.name_table import NameTable
     from swiftcp.models.rotary import MultimodalRotary
-    from swiftcp.models.towers import TowerGeometry
+    from swiftcp.models.towers import Geometry
     from swiftcp.parallel.layer_specs import Backend
 
 
@@ -24,7 +24,7 @@ class Family(Protocol):
     architecture: str
     """Name of the `transformers` class that reads and writes the checkpoint (the oracle)."""
     aligner_prefixes: tuple[str, ...]
-    """Parameters of the tower, by prefix, that join it to the decoder (`freeze_aligner`, and not `freeze_vit`)."""
+    """Parameters of the towers, by prefix, that join them to the decoder (`freeze_aligner`, and not `freeze_vit`)."""
 
     def decoder_config(self, hf_config: Any) -> dict[str, Any]:
         """Fields of megatron-core's `TransformerConfig` that describe the decoder."""
@@ -46,12 +46,12 @@ class Family(Protocol):
         """The decoder's rotary embedding."""
         ...
 
-    def build_tower(self, hf_config: Any, backend: Backend) -> nn.Module:
-        """The vision tower of `transformers`, not initialised, float32, on the current default device."""
+    def build_towers(self, hf_config: Any, backend: Backend) -> dict[str, nn.Module]:
+        """The towers of `transformers` by name ("visual", "audio"), not initialised, float32, on the current default device."""
         ...
 
-    def tower_geometry(self, hf_config: Any) -> TowerGeometry:
-        """What the plan of the tower's work needs to know."""
+    def tower_geometry(self, hf_config: Any) -> Geometry:
+        """What the plan of the towers' work needs to know, by the same names."""
         ...
 
     def position_ids(
@@ -77,4 +77,4 @@ def part_of(name: str, family: Family) -> Literal["llm", "vit", "aligner"]:
     """Which part of the bare model a parameter belongs to, as the keys `freeze_*` and `*_lr` count them."""
     if name.startswith(family.aligner_prefixes):
         return "aligner"
-    return "vit" if name.startswith("visual.") else "llm"
+    return "vit" if name.startswith(("visual.", "audio.")) else "llm"

@@ -9,7 +9,7 @@ features of the micro-batch, W those whose token is local. A *slot* is a place i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swiftcp.data.batch import IGNORED_LABEL, Batch
-from swiftcp.models.towers import TowerGeometry, TowerWork, plan_tower_work
+from swiftcp.models.towers import Geometry, TowerWork, plan_tower_work
 from swiftcp.parallel.context import split_cp_inputs
 from swiftcp.parallel.mesh import Mesh
 from swiftcp.parallel.packed import PackedStream
@@ -31,11 +31,10 @@ class ModelInputs:
     cu_seqlens: Tensor | None
     packed: PackedStream | None
     position_ids_3BS: Tensor
-    tower_work: TowerWork | None
-    visual_positions_V: Tensor
-    """Index of each feature's token into the flattened [B * T] full stream."""
+    tower_work: Mapping[str, TowerWork]
+    """Of each tower, by its name; none on later pipeline stages."""
     local_features_W: Tensor
-    """Which of the V features have their token on this rank."""
+    """Which of the V visual features have their token on this rank."""
     local_visual_slots_W: Tensor
     """The slots of those tokens; under sequence parallelism of this tensor-parallel rank's share of them, in its part of the stream."""
     visual_shares: tuple[int, ...] | None
@@ -55,7 +54,7 @@ class ModelInputs:
         packed = None
         if self.packed is not None:
             packed = PackedStream(send(self.packed.cu_seqlens_q), self.packed.host_ends, self.packed.max_seqlen_q)
-        work = None if self.tower_work is None else self.tower_work.map(send)
+        work = {name: own.map(send) for name, own in self.tower_work.items()}
         return replace(self, **sent, packed=packed, cu_seqlens=None if packed is None else packed.cu_seqlens_q, tower_work=work)
 
     def pin(self) -> ModelInputs:
@@ -99,17 +98,17 @@ def _visual_share(slots_W: Tensor, num_slots: int, mesh: Mesh) -> tuple[Tensor, 
     return slots_W.split(shares)[mesh.tp_rank] - mesh.tp_rank * part, tuple(shares)
 
 
-def make_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> ModelInputs:
+def make_inputs(batch: Batch, mesh: Mesh, geometry: Geometry) -> ModelInputs:
     """Cut one micro-batch for this rank and send it to the rank's device; see `plan_inputs`."""
     return plan_inputs(batch, mesh, geometry).to(mesh.device)
 
 
-def plan_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> ModelInputs:
+def plan_inputs(batch: Batch, mesh: Mesh, geometry: Geometry) -> ModelInputs:
     """Cut one micro-batch for this rank, on the host.
 
     Args:
         batch: the full stream, on the host.
-        geometry: of the vision tower; None for a model without one. Its work is planned on the first pipeline stage alone.
+        geometry: of the model's towers. Their work is planned on the first pipeline stage alone.
 
     Raises:
         ValueError: a sequence length is no multiple of 2*CP, or sequence parallelism cannot spread the tokens evenly.
@@ -135,18 +134,17 @@ def plan_inputs(batch: Batch, mesh: Mesh, geometry: TowerGeometry | None) -> Mod
     packed = None
     if batch.cu_seqlens is not None:
         packed = PackedStream(batch.cu_seqlens, tuple(batch.cu_seqlens.tolist()), batch.max_seqlen)
-    work = (
-        None
-        if geometry is None or not mesh.is_first_stage
-        else plan_tower_work(batch.visual, geometry, num_ranks=mesh.cp_size, rank=mesh.cp_rank)
-    )
+    work = {
+        name: plan_tower_work(getattr(batch, name), of_tower, num_ranks=mesh.cp_size, rank=mesh.cp_rank)
+        for name, of_tower in geometry.items()
+        if mesh.is_first_stage
+    }
     return ModelInputs(
         input_ids_BT=batch.input_ids_BS,
         cu_seqlens=None if packed is None else packed.cu_seqlens_q,
         packed=packed,
         position_ids_3BS=local(batch.position_ids_3BS),
         tower_work=work,
-        visual_positions_V=visual_positions,
         local_features_W=_at(local_feature_BS, visual_slots),
         local_visual_slots_W=own_visual_slots,
         visual_shares=visual_shares,

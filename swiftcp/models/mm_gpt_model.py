@@ -1,8 +1,8 @@
 """The multimodal decoder-only model: full stream in, losses of the local labelled tokens out.
 
-The order is the point. The full packed stream is embedded, visual features take their places in it, and only then is anything
-cut by `split_cp_inputs`: an image does not end where a shard ends. The model knows no family: what differs comes in as a
-tower, a rotary embedding and a configuration.
+The order is the point. The full packed stream is embedded, features of towers take their places in it, and only then is anything
+cut by `split_cp_inputs`: an image does not end where a shard ends. The model knows no family: what differs comes in as
+towers, a rotary embedding and a configuration.
 
 Legend: B rows (1 when packed), T tokens of the full stream, S local tokens (T / CP), H hidden size, V visual features,
 W those whose token is local, N labelled local tokens. Under sequence parallelism the decoder's S is S / TP between its matrices.
@@ -10,7 +10,7 @@ W those whose token is local, N labelled local tokens. Under sequence parallelis
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import cast
 
 import torch
@@ -49,14 +49,14 @@ def named_parameters(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 class MultimodalGPTModel(MegatronModule):
-    """A vision tower, megatron-core's GPT decoder, and the way of a batch through both; or a chunk of it, for one pipeline stage."""
+    """The towers, megatron-core's GPT decoder, and the way of a batch through both; or a chunk of it, for one pipeline stage."""
 
     def __init__(
         self,
         config: TransformerConfig,
         decoder_spec: TransformerBlockSubmodules,
         *,
-        tower: nn.Module | None,
+        towers: Mapping[str, nn.Module],
         rotary: MultimodalRotary,
         cp_group: dist.ProcessGroup,
         tp_group: dist.ProcessGroup,
@@ -70,7 +70,7 @@ class MultimodalGPTModel(MegatronModule):
     ) -> None:
         """
         Args:
-            tower: None in a chunk that is not the first of the model, or where the family has none.
+            towers: by name, "visual" or "audio", as batches name what they encode; none in a chunk that is not the model's first.
             pre_process: the chunk begins with the embedding.
             post_process: the chunk ends with the head.
             vp_stage: which of its pipeline stage's chunks this is; None where the stage has one alone.
@@ -88,7 +88,7 @@ class MultimodalGPTModel(MegatronModule):
             vp_stage=vp_stage,
             scatter_embedding_sequence_parallel=False,  # the visual features come first, and then the cut by CP
         )
-        self.visual = tower
+        self.visual, self.audio = towers.get("visual"), towers.get("audio")
         self.rotary = rotary
         self.cp_group = cp_group
         self.tp_group = tp_group
@@ -96,9 +96,14 @@ class MultimodalGPTModel(MegatronModule):
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = tied_head
         self.model_type = self.language_model.model_type
-        if tower is not None:
-            num_levels = cast(Tower, tower).feature_shape[0] - 1
+        if self.visual is not None:
+            num_levels = cast(Tower, self.visual).feature_shape[0] - 1
             assert len(self.language_model.decoder.layers) >= num_levels, "deepstack features do not reach a second chunk"
+
+    @property
+    def towers(self) -> dict[str, nn.Module]:
+        """Those that this chunk has, by name, in the order in which they run."""
+        return {name: tower for name, tower in (("visual", self.visual), ("audio", self.audio)) if tower is not None}
 
     def set_input_tensor(self, input_tensor: list[Tensor | None]) -> None:
         """What the previous pipeline stage sent; called by megatron-core's schedules."""
@@ -169,14 +174,12 @@ class MultimodalGPTModel(MegatronModule):
         """
         embeddings_BTH = self.language_model.embedding.word_embeddings(inputs.input_ids_BT)
         deepstack_LWH = None
-        if self.visual is not None:
-            assert inputs.tower_work is not None
-            features = encode(cast(Tower, self.visual), inputs.tower_work, self.cp_group, embeddings_BTH.dtype)
-            embeddings_BTH = embeddings_BTH.flatten(0, 1).index_copy(0, inputs.visual_positions_V, features[:, 0]).view_as(embeddings_BTH)
-            deepstack_WLH = features[:, 1:].index_select(0, inputs.local_features_W)
-            if inputs.visual_shares is not None:
-                deepstack_WLH = scatter_shares(deepstack_WLH, inputs.visual_shares, self.tp_group)
-            deepstack_LWH = deepstack_WLH.transpose(0, 1).contiguous()
+        for name, tower in self.towers.items():
+            work = inputs.tower_work[name]
+            features = encode(cast(Tower, tower), work, self.cp_group, embeddings_BTH.dtype)
+            embeddings_BTH = embeddings_BTH.flatten(0, 1).index_copy(0, work.positions_V, features[:, 0]).view_as(embeddings_BTH)
+            if name == "visual":
+                deepstack_LWH = self._local_deepstack(features[:, 1:], inputs)
         decoder_input_TBH = embeddings_BTH.transpose(0, 1).contiguous()
         local = split_cp_inputs(decoder_input_TBH, inputs.cu_seqlens, 0, cp_size=self.cp_group.size(), cp_rank=self.cp_group.rank())
         assert local is not None
@@ -184,3 +187,10 @@ class MultimodalGPTModel(MegatronModule):
             # A copy, for a part would keep the whole in memory.
             local = scatter_to_sequence_parallel_region(local, group=self.tp_group).clone()
         return local, deepstack_LWH
+
+    def _local_deepstack(self, levels_VLH: Tensor, inputs: ModelInputs) -> Tensor:
+        """[levels, W, H]: of the visual tokens that this rank goes on with."""
+        deepstack_WLH = levels_VLH.index_select(0, inputs.local_features_W)
+        if inputs.visual_shares is not None:
+            deepstack_WLH = scatter_shares(deepstack_WLH, inputs.visual_shares, self.tp_group)
+        return deepstack_WLH.transpose(0, 1).contiguous()

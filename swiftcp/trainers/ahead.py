@@ -10,7 +10,7 @@ import torch
 
 from swiftcp.data.batch import Batch
 from swiftcp.models.inputs import ModelInputs, make_inputs, plan_inputs
-from swiftcp.models.towers import TowerGeometry
+from swiftcp.models.towers import Geometry
 from swiftcp.parallel.mesh import Mesh
 
 
@@ -26,7 +26,7 @@ class PlannedBatch:
         return self.batch.rows
 
 
-def plan_ahead(batches: Iterator[Batch], mesh: Mesh, geometry: TowerGeometry | None) -> Iterator[Batch | PlannedBatch]:
+def plan_ahead(batches: Iterator[Batch], mesh: Mesh, geometry: Geometry) -> Iterator[Batch | PlannedBatch]:
     """The same micro-batches, each planned before it is asked for. On a CPU, where nothing could overlap, they come as they are."""
     if mesh.device.type != "cuda":
         yield from batches
@@ -43,7 +43,7 @@ def plan_ahead(batches: Iterator[Batch], mesh: Mesh, geometry: TowerGeometry | N
             yield planned
 
 
-def send(batch: Batch | PlannedBatch, mesh: Mesh, geometry: TowerGeometry | None) -> tuple[Batch, ModelInputs]:
+def send(batch: Batch | PlannedBatch, mesh: Mesh, geometry: Geometry) -> tuple[Batch, ModelInputs]:
     """The micro-batch, and this rank's part of it on its device."""
     if isinstance(batch, PlannedBatch):
         return batch.batch, batch.inputs.to(mesh.device)

@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from swiftcp.data.batch import Batch
 from swiftcp.models.build import build_chunks, freeze, transformer_config
 from swiftcp.models.registry import family_of
 from swiftcp.models.shapes import find_shape
+from swiftcp.models.towers import VisionGeometry
 from swiftcp.parallel import cpu_shim
 from swiftcp.parallel.layer_specs import Backend, select_backend
 from swiftcp.parallel.mesh import Mesh, stop
@@ -145,7 +146,10 @@ def build(config: BenchConfig, mesh: Mesh) -> Bench:
     optimizer = build_optimizer(wrapped, config, family)
     seeds = [config.seed + 1000 * mesh.dp_rank + number for number in range(NUM_PACKS)]
     sizes = config.num_tokens, config.num_sequences, config.num_images, config.image_tokens
-    packs = [random_pack(*sizes, family=family, hf_config=hf_config, geometry=geometry, seed=seed) for seed in seeds]
+    packs = [
+        random_pack(*sizes, family=family, hf_config=hf_config, geometry=cast(VisionGeometry, geometry["visual"]), seed=seed)
+        for seed in seeds
+    ]
     return Bench(
         runner=Runner(wrapped, mesh, geometry, chunks[0].vocab_size),
         optimizer=optimizer,

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from swiftcp.data.batch import IGNORED_LABEL, Batch
-from swiftcp.models.towers import TowerGeometry
+from swiftcp.data.batch import IGNORED_LABEL, AudioItems, Batch, VisualItems
+from swiftcp.models.towers import Geometry, TowerGeometry
 
 PEAK_TFLOPS = {
     "A100": 312.0,
@@ -47,17 +47,16 @@ def decoder_flops(config: TransformerConfig, lengths: tuple[int, ...]) -> float:
     return float(config.num_layers * (linear + attention))
 
 
-def tower_flops(geometry: TowerGeometry, frames: list[tuple[int, int]]) -> float:
-    """Forward pass of the vision tower's layers over frames of (rows, columns) of patches."""
-    multiplications = 2 * geometry.hidden_size * sum(geometry.frame_cost(rows * columns) for rows, columns in frames)
-    return float(2 * geometry.num_layers * multiplications)
+def tower_flops(geometry: TowerGeometry, items: VisualItems | AudioItems) -> float:
+    """Forward pass of a tower over all that a micro-batch gives it."""
+    return 2.0 * sum(geometry.multiplications(unit) for unit in geometry.units(items).tolist())
 
 
-def training_flops(config: TransformerConfig, geometry: TowerGeometry | None, vocab_size: int, batch: Batch) -> float:
+def training_flops(config: TransformerConfig, geometry: Geometry, vocab_size: int, batch: Batch) -> float:
     """Forward and backward pass of one micro-batch."""
     num_labels = int(((batch.labels_BS != IGNORED_LABEL) & (batch.weights_BS > 0)).sum())
     forward = decoder_flops(config, batch.lengths) + 2 * config.hidden_size * vocab_size * num_labels
-    if geometry is not None and batch.visual is not None:
-        frames = [(rows, columns) for time, rows, columns in batch.visual.grid_thw.tolist() for _ in range(time)]
-        forward += tower_flops(geometry, frames)
+    for name, of_tower in geometry.items():
+        if (items := getattr(batch, name)) is not None:
+            forward += tower_flops(of_tower, items)
     return 3.0 * forward

@@ -52,9 +52,9 @@ class PartTimer:
         counts to the part that follows."""
         decoder: nn.Module = model.language_model.decoder
         model.register_forward_pre_hook(self._marker("inputs"))
-        if model.visual is not None:
-            model.visual.register_forward_pre_hook(self._marker("decoder"))
-            model.visual.register_forward_hook(self._marker("tower"))
+        for tower in model.towers.values():
+            tower.register_forward_pre_hook(self._marker("decoder"))
+            tower.register_forward_hook(self._marker("tower"))
         decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True)
         decoder.register_forward_hook(self._behind_decoder)
         model.register_forward_hook(self._marker("loss"))

@@ -21,7 +21,7 @@ from swiftcp.models.build import build_chunks, transformer_config
 from swiftcp.models.family import Family
 from swiftcp.models.mm_gpt_model import MultimodalGPTModel
 from swiftcp.models.registry import family_of
-from swiftcp.models.towers import TowerGeometry
+from swiftcp.models.towers import Geometry
 from swiftcp.parallel import cpu_shim
 from swiftcp.parallel.layer_specs import select_backend
 from swiftcp.parallel.mesh import Mesh, build_mesh, select_device, start_process_group
@@ -46,7 +46,7 @@ class Source:
     hf_config: Any
     processor: Any
     """The checkpoint's own, with its tokenizer and chat template."""
-    geometry: TowerGeometry
+    geometry: Geometry
 
 
 PER_NODE_KEYS = frozenset({"nproc_per_node", "dataloader_num_workers", "report_to"})
@@ -107,8 +107,8 @@ def load_source(folder: Path) -> Source:
 
 
 def recompute_tower(chunks: Sequence[MultimodalGPTModel]) -> None:
-    """Compute the layers of a tower of `transformers` again in the backward pass, in the chunk that has it."""
-    for tower in (cast(Any, chunk.visual) for chunk in chunks if chunk.visual is not None):
+    """Compute the layers of the towers of `transformers` again in the backward pass, in the chunk that has them."""
+    for tower in (cast(Any, tower) for chunk in chunks for tower in chunk.towers.values()):
         tower.main_input_name = "hidden_states"  # transformers 5 takes it for a text model, and warns that it has no token embeddings
         tower.gradient_checkpointing_enable({"use_reentrant": False})
 

@@ -27,7 +27,7 @@ from swiftcp.data.batch import Batch
 from swiftcp.errors import LostContactError, SwiftcpError, TrainingError, is_lost_contact
 from swiftcp.models.inputs import ModelInputs
 from swiftcp.models.mm_gpt_model import named_parameters
-from swiftcp.models.towers import TowerGeometry
+from swiftcp.models.towers import Geometry
 from swiftcp.parallel.mesh import Mesh
 from swiftcp.parallel.pipeline import run_schedule, sum_over_stages
 from swiftcp.trainers.ahead import PlannedBatch, send
@@ -66,7 +66,7 @@ class Runner:
     chunks: list[DistributedDataParallel]
     """Of this rank's pipeline stage: one, or as many as it has virtual stages."""
     mesh: Mesh
-    geometry: TowerGeometry | None
+    geometry: Geometry
     vocab_size: int
 
 

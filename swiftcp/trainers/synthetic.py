@@ -10,7 +10,7 @@ from torch import Tensor
 
 from swiftcp.data.batch import IGNORED_LABEL, Batch, Sample, VisualItems, collate_pack
 from swiftcp.models.family import Family
-from swiftcp.models.towers import TowerGeometry
+from swiftcp.models.towers import VisionGeometry
 
 
 def image_grid(num_tokens: int, merge_size: int) -> tuple[int, int, int]:
@@ -31,7 +31,13 @@ def _token_ids(num_tokens: int, num_images: int, image_tokens: int, hf_config: A
 
 
 def random_sample(
-    num_tokens: int, num_images: int, image_tokens: int, family: Family, hf_config: Any, geometry: TowerGeometry, generator: torch.Generator
+    num_tokens: int,
+    num_images: int,
+    image_tokens: int,
+    family: Family,
+    hf_config: Any,
+    geometry: VisionGeometry,
+    generator: torch.Generator,
 ) -> Sample:
     """One sample; every text token is labelled."""
     ids = _token_ids(num_tokens, num_images, image_tokens, hf_config, generator)
@@ -59,7 +65,7 @@ def random_pack(
     *,
     family: Family,
     hf_config: Any,
-    geometry: TowerGeometry,
+    geometry: VisionGeometry,
     seed: int,
 ) -> Batch:
     """A pack of `num_sequences` equally long samples; images are dealt out in turn."""

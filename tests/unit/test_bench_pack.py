@@ -27,7 +27,7 @@ def test_an_image_has_exactly_its_tokens(num_tokens: int, grid: tuple[int, int, 
 def test_a_pack_is_full_and_holds_every_image() -> None:
     hf_config = AutoConfig.from_pretrained(find_shape("qwen3_vl_2b"))
     family = family_of("qwen3_vl")
-    geometry = family.tower_geometry(hf_config)
+    geometry = family.tower_geometry(hf_config)["visual"]
     batch = random_pack(256, 2, 3, 12, family=family, hf_config=hf_config, geometry=geometry, seed=0)
     assert batch.cu_seqlens is not None and batch.cu_seqlens.tolist() == [0, 128, 256]
     assert batch.lengths == (128, 128) and not batch.padding_mask_BS.any()

@@ -14,9 +14,9 @@ from swiftcp.data.batch import VisualItems
 from swiftcp.models.registry import family_of
 from swiftcp.models.shapes import find_shape
 from swiftcp.models.tower_layers import FrameLayout, LinearPatchEmbedding, frame_attention
-from swiftcp.models.towers import TowerGeometry, encode, plan_tower_work, spread_frames
+from swiftcp.models.towers import VisionGeometry, encode, plan_tower_work, spread_units
 
-GEOMETRY = TowerGeometry(merge_size=2, patch_values=3, num_layers=1, hidden_size=4, intermediate_size=8, prepare=lambda grid: {})
+GEOMETRY = VisionGeometry(merge_size=2, patch_values=3, num_layers=1, hidden_size=4, intermediate_size=8, prepare_grids=lambda grid: {})
 
 
 def items(*grids: tuple[int, int, int]) -> VisualItems:
@@ -29,19 +29,19 @@ def items(*grids: tuple[int, int, int]) -> VisualItems:
 
 
 def test_dear_frames_go_to_the_rank_with_least_work() -> None:
-    assert spread_frames([1, 9, 4, 4, 2], 2) == [[0, 1], [2, 3, 4]]
-    assert spread_frames([5, 5, 5], 4) == [[0], [1], [2], []]
-    assert spread_frames([], 2) == [[], []]
+    assert spread_units([1, 9, 4, 4, 2], 2) == [[0, 1], [2, 3, 4]]
+    assert spread_units([5, 5, 5], 4) == [[0], [1], [2], []]
+    assert spread_units([], 2) == [[], []]
 
 
 def test_every_patch_is_encoded_on_one_rank_and_every_feature_found_again() -> None:
     visual = items((1, 4, 4), (2, 2, 4), (1, 6, 2), (1, 2, 2))
     works = [plan_tower_work(visual, GEOMETRY, num_ranks=3, rank=rank) for rank in range(3)]
-    assert sum(work.patches_PD.size(0) for work in works) == visual.patches_PD.size(0)
+    assert sum(work.inputs_PD.size(0) for work in works) == visual.patches_PD.size(0)
     # A stand-in tower: a feature is the mean of its four patches.
     gathered = []
     for work in works:
-        features = work.patches_PD.view(-1, 4, 3).mean(1)
+        features = work.inputs_PD.view(-1, 4, 3).mean(1)
         assert features.size(0) == work.num_features
         gathered.append(torch.cat([features, torch.full((work.gathered_rows - work.num_features, 3), -1.0)]))
     expected = visual.patches_PD.view(-1, 4, 3).mean(1)
@@ -51,19 +51,19 @@ def test_every_patch_is_encoded_on_one_rank_and_every_feature_found_again() -> N
 
 def test_a_video_is_spread_by_frames() -> None:
     works = [plan_tower_work(items((4, 4, 4)), GEOMETRY, num_ranks=2, rank=rank) for rank in range(2)]
-    assert [work.grid_thw.tolist() for work in works] == [[[1, 4, 4], [1, 4, 4]]] * 2
+    assert [work.units.tolist() for work in works] == [[[1, 4, 4], [1, 4, 4]]] * 2
 
 
 def test_a_rank_without_work_has_an_empty_share() -> None:
     work = plan_tower_work(items((1, 4, 4)), GEOMETRY, num_ranks=2, rank=1)
-    assert work.grid_thw.shape == (0, 3) and work.patches_PD.shape == (0, 3) and work.prepared == {}
+    assert work.units.numel() == 0 and work.inputs_PD.shape == (0, 3) and work.prepared == {}
     assert (work.num_features, work.gathered_rows, work.feature_rows_V.tolist()) == (0, 4, [0, 1, 2, 3])
 
 
 def test_a_microbatch_of_text_alone_leaves_nothing_to_do() -> None:
     for rank in range(2):
         work = plan_tower_work(None, GEOMETRY, num_ranks=2, rank=rank)
-        assert (work.num_features, work.gathered_rows, work.feature_rows_V.numel(), work.patches_PD.size(0)) == (0, 0, 0, 0)
+        assert (work.num_features, work.gathered_rows, work.feature_rows_V.numel(), work.inputs_PD.size(0)) == (0, 0, 0, 0)
 
 
 def test_without_frames_each_trained_parameter_gets_one_gradient_of_zeros() -> None:
@@ -82,16 +82,16 @@ def test_without_frames_each_trained_parameter_gets_one_gradient_of_zeros() -> N
 
 
 @pytest.fixture(scope="module")
-def deep_tower() -> tuple[Any, TowerGeometry]:
+def deep_tower() -> tuple[Any, VisionGeometry]:
     """Qwen3-VL's tower with all its blocks, but narrow."""
     hf_config = AutoConfig.from_pretrained(find_shape("qwen3_vl_2b"))
     narrow = {"hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
     hf_config.vision_config.update(narrow)
     family = family_of("qwen3_vl")
-    return family.build_tower(hf_config, "torch"), family.tower_geometry(hf_config)
+    return family.build_towers(hf_config, "torch")["visual"], family.tower_geometry(hf_config)["visual"]
 
 
-def order_of_gradients(tower: Any, geometry: TowerGeometry, visual: VisualItems | None) -> list[torch.nn.Parameter]:
+def order_of_gradients(tower: Any, geometry: VisionGeometry, visual: VisualItems | None) -> list[torch.nn.Parameter]:
     """Parameters in the order in which a backward pass finishes their gradients."""
     order: list[torch.nn.Parameter] = []
     hooks = [parameter.register_post_accumulate_grad_hook(order.append) for parameter in tower.parameters() if parameter.requires_grad]
@@ -112,7 +112,7 @@ def order_of_buckets(tower: Any, order: list[torch.nn.Parameter], size: int) -> 
 
 @pytest.mark.parametrize("frozen", [(), ("merger", "deepstack_merger_list"), ("blocks", "patch_embed", "pos_embed")], ids=str)
 def test_without_frames_buckets_of_gradients_are_complete_in_the_same_order(
-    deep_tower: tuple[Any, TowerGeometry], frozen: tuple[str, ...]
+    deep_tower: tuple[Any, VisionGeometry], frozen: tuple[str, ...]
 ) -> None:
     tower, geometry = deep_tower
     for name, parameter in tower.named_parameters():

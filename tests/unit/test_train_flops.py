@@ -9,14 +9,18 @@ import pytest
 import torch
 
 from swiftcp.data.batch import Sample, VisualItems, collate_pack
-from swiftcp.models.towers import TowerGeometry
+from swiftcp.models.towers import VisionGeometry
 from swiftcp.trainers.flops import decoder_flops, peak_tflops, tower_flops, training_flops
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, LAYERS = 8, 12, 4, 2, 3, 5
 CONFIG: Any = SimpleNamespace(
     hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=HEADS, num_query_groups=GROUPS, kv_channels=HEAD_DIM, num_layers=LAYERS
 )
-GEOMETRY = TowerGeometry(merge_size=2, patch_values=6, num_layers=3, hidden_size=4, intermediate_size=7, prepare=lambda grid: {})
+GEOMETRY = VisionGeometry(merge_size=2, patch_values=6, num_layers=3, hidden_size=4, intermediate_size=7, prepare_grids=lambda grid: {})
+
+
+def frames(*grids: tuple[int, int, int]) -> VisualItems:
+    return VisualItems(torch.empty(0, 6), torch.tensor(grids), torch.empty(0, dtype=torch.int64))
 
 
 def product(rows: int, inner: int, columns: int) -> int:
@@ -40,7 +44,7 @@ def test_tower_flops_are_those_of_its_products() -> None:
         linear = 4 * product(patches, 4, 4) + product(patches, 4, 7) + product(patches, 7, 4)
         return 3 * (linear + product(patches, 4, patches) + product(patches, patches, 4))
 
-    assert tower_flops(GEOMETRY, [(2, 4), (4, 4)]) == naive(8) + naive(16)
+    assert tower_flops(GEOMETRY, frames((1, 2, 4), (1, 4, 4))) == naive(8) + naive(16)
 
 
 def test_padding_and_unlabelled_tokens_do_not_count() -> None:
@@ -48,8 +52,8 @@ def test_padding_and_unlabelled_tokens_do_not_count() -> None:
     visual = VisualItems(torch.zeros(8, 6), torch.tensor([[1, 2, 4]]), torch.tensor([1, 2]))
     sample = Sample(0, torch.arange(5), labels, (labels > 0).float(), torch.zeros(3, 5, dtype=torch.int64), visual)
     batch = collate_pack([sample], pack_align=8, pad_token_id=0, total_length=32)
-    expected = naive_decoder(5) + product(3, HIDDEN, 100) + tower_flops(GEOMETRY, [(2, 4)])
-    assert training_flops(CONFIG, GEOMETRY, 100, batch) == 3 * expected
+    expected = naive_decoder(5) + product(3, HIDDEN, 100) + tower_flops(GEOMETRY, visual)
+    assert training_flops(CONFIG, {"visual": GEOMETRY}, 100, batch) == 3 * expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from swiftcp.trainers.setup import load_source
 
 def test_source_of_a_checkpoint(tiny_qwen3_vl: Path) -> None:
     source = load_source(tiny_qwen3_vl)
-    assert source.family.model_type == "qwen3_vl" and source.geometry.num_layers == source.hf_config.vision_config.depth
+    assert source.family.model_type == "qwen3_vl" and source.geometry["visual"].num_layers == source.hf_config.vision_config.depth
     assert source.processor.tokenizer.is_fast
 
 

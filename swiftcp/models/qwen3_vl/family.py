@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,9 +11,9 @@ from swiftcp.checkpoint.name_table import NameTable
 from swiftcp.errors import ConfigError
 from swiftcp.models.qwen3_vl.names import qwen3_vl_name_table
 from swiftcp.models.qwen3_vl.positions import qwen3_vl_position_ids
-from swiftcp.models.qwen3_vl.tower import Qwen3VLTower, prepare
+from swiftcp.models.qwen3_vl.tower import Qwen3VLTower, vision_geometry
 from swiftcp.models.rotary import MultimodalRotary
-from swiftcp.models.towers import TowerGeometry
+from swiftcp.models.towers import Geometry
 from swiftcp.parallel.layer_specs import Backend
 
 
@@ -71,22 +70,14 @@ class Qwen3VL:
         rope = text.rope_parameters
         return MultimodalRotary(text.head_dim, rope["rope_theta"], rope["mrope_section"])
 
-    def build_tower(self, hf_config: Any, backend: Backend) -> nn.Module:
+    def build_towers(self, hf_config: Any, backend: Backend) -> dict[str, nn.Module]:
         tower = Qwen3VLTower._from_config(hf_config.vision_config)
         if backend == "te":
             tower.use_transformer_engine()
-        return tower
+        return {"visual": tower}
 
-    def tower_geometry(self, hf_config: Any) -> TowerGeometry:
-        vision = hf_config.vision_config
-        return TowerGeometry(
-            merge_size=vision.spatial_merge_size,
-            patch_values=vision.in_channels * vision.temporal_patch_size * vision.patch_size**2,
-            num_layers=vision.depth,
-            hidden_size=vision.hidden_size,
-            intermediate_size=vision.intermediate_size,
-            prepare=partial(prepare, vision),
-        )
+    def tower_geometry(self, hf_config: Any) -> Geometry:
+        return {"visual": vision_geometry(hf_config.vision_config)}
 
     def position_ids(
         self,

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionAttention, Qwen3VLVisionModel, apply_rotary_pos_emb_vision
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel, apply_rotary_pos_emb_vision
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from swiftcp.models.tower_layers import FrameAttention, FrameLayout, LinearPatchEmbedding, frame_attention, fused_frame_attention
+from swiftcp.models.towers import VisionGeometry
 from swiftcp.parallel.layer_specs import apply_rotary_fused
 
 
 class _Attention(nn.Module):
     """The tower's attention, without a loop over frames. Parameters keep their names."""
 
-    def __init__(self, attention: Qwen3VLVisionAttention) -> None:
+    def __init__(self, attention: Any) -> None:
         super().__init__()
         self.qkv, self.proj = attention.qkv, attention.proj
         self.num_heads, self.head_dim, self.scaling = attention.num_heads, attention.head_dim, attention.scaling
@@ -41,20 +43,26 @@ class _Attention(nn.Module):
         return self.proj(self.attend(query, key, value, frames, self.scaling).flatten(1))
 
 
-class Qwen3VLTower(Qwen3VLVisionModel):
-    """See `swiftcp.models.towers.Tower`."""
+class VisionTower:
+    """What turns a vision model of this kind in `transformers` into a `swiftcp.models.towers.Tower`; inherit it first."""
+
+    patch_embed: Any
+    pos_embed: Any
+    blocks: Any
+    merger: Any
+    deepstack_merger_list: Any
+    rotary_pos_emb: Any
+    config: Any
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
-        super().__init__(config, *inputs, **kwargs)
-        self.patch_embed = LinearPatchEmbedding(self.patch_embed.proj)  # type: ignore[assignment]
-        blocks: Any = self.blocks
-        for block in blocks:
+        cast(Any, super()).__init__(config, *inputs, **kwargs)
+        self.patch_embed = LinearPatchEmbedding(self.patch_embed.proj)
+        for block in self.blocks:
             block.attn = _Attention(block.attn)
 
     def use_transformer_engine(self) -> None:
         """Take its attention and rotary kernels from now on."""
-        blocks: Any = self.blocks
-        for block in blocks:
+        for block in self.blocks:
             block.attn.use_transformer_engine()
 
     @property
@@ -64,10 +72,9 @@ class Qwen3VLTower(Qwen3VLVisionModel):
 
     def parts(self) -> Iterator[nn.Module]:
         """Modules that together have all parameters, in the order of their use."""
-        blocks: Any = self.blocks
         levels = self.config.deepstack_visual_indexes
         yield from (self.patch_embed, self.pos_embed)
-        for number, block in enumerate(blocks):
+        for number, block in enumerate(self.blocks):
             yield block
             if number in levels:
                 yield self.deepstack_merger_list[levels.index(number)]
@@ -75,15 +82,31 @@ class Qwen3VLTower(Qwen3VLVisionModel):
 
     def _phases(self, position_ids_P2: Tensor) -> Tensor:
         """Radians, [P, 1, 1, head_dim] float32; `transformers` keeps their cosines and sines alone."""
-        rotary: Any = self.rotary_pos_emb
+        rotary = self.rotary_pos_emb
         phases = rotary.recomposition_frequencies(position_ids_P2[..., None].float() * rotary.inv_freq.float())
         return phases[:, None, None]
 
     def encode(self, patches_PD: Tensor, grid_thw: Tensor, prepared: dict[str, Any]) -> Tensor:
         """[features, 1 + levels, H]: the main features, then the deepstack levels."""
         phases = self._phases(prepared["position_ids"])
-        output = self(patches_PD, grid_thw=grid_thw, return_dict=True, phases=phases, **prepared)
+        output = cast(Any, self)(patches_PD, grid_thw=grid_thw, return_dict=True, phases=phases, **prepared)
         return torch.stack([output.pooler_output, *output.deepstack_features], dim=1)
+
+
+class Qwen3VLTower(VisionTower, Qwen3VLVisionModel):
+    """See `swiftcp.models.towers.Tower`."""
+
+
+def vision_geometry(vision_config: Any) -> VisionGeometry:
+    """Of a tower of this kind."""
+    return VisionGeometry(
+        merge_size=vision_config.spatial_merge_size,
+        patch_values=vision_config.in_channels * vision_config.temporal_patch_size * vision_config.patch_size**2,
+        num_layers=vision_config.depth,
+        hidden_size=vision_config.hidden_size,
+        intermediate_size=vision_config.intermediate_size,
+        prepare_grids=partial(prepare, vision_config),
+    )
 
 
 def prepare(vision_config: Any, grid_thw: Tensor) -> dict[str, Any]:
