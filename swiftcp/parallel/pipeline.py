@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
@@ -22,8 +24,14 @@ class InterleavedCommunicator(P2PCommunicator):
     """Sends between stages that hold several chunks each, where the last stage sends to the first.
 
     With two stages the one before and the one behind are the same rank, which takes messages in the order in which they are sent.
-    megatron-core (0.19) exchanges shapes in an order that then swaps those of activations and gradients.
+    megatron-core (0.19) exchanges shapes in an order that then swaps those of activations and gradients. It also waits until its own
+    shapes are taken, which gloo tells no earlier than they are asked for: the peer may first wait for the tensor that comes next.
     """
+
+    def __init__(self, pp_group: dist.ProcessGroup, config: ModelParallelConfig) -> None:
+        super().__init__(pp_group, config)
+        self._under_way: list[Any] = []
+        """Shapes that are sent; kept until the schedule is over."""
 
     def _communicate_shapes(
         self, tensor_send_next: Tensor | None, tensor_send_prev: Tensor | None, recv_prev: bool, recv_next: bool
@@ -43,7 +51,11 @@ class InterleavedCommunicator(P2PCommunicator):
             *sends(tensor_send_prev, self.prev_rank),
             *([P2POp(irecv, from_next, self.next_rank, self.pp_group)] if recv_next else []),
         ]
-        for request in batch_isend_irecv(operations) if operations else []:
+        requests = batch_isend_irecv(operations) if operations else []
+        if len(requests) == len(operations):  # NCCL has one request for all, and sends what is small without being asked
+            self._under_way += requests
+            requests = [request for request, operation in zip(requests, operations, strict=True) if operation.op is irecv]
+        for request in requests:
             request.wait()
         return from_previous.tolist(), from_next.tolist()
 
@@ -88,5 +100,5 @@ def run_schedule(
 def sum_over_stages(values: Tensor, mesh: Mesh) -> Tensor:
     """The sum over a replica's stages, in place, on all of them."""
     if mesh.pp_size > 1:
-        torch.distributed.all_reduce(values, group=mesh.pp_group)
+        dist.all_reduce(values, group=mesh.pp_group)
     return values
