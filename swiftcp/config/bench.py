@@ -70,6 +70,16 @@ def _sequences(case: Case) -> Iterator[Finding]:
         )
 
 
+def _packs_of_chunks(case: Case) -> Iterator[Finding]:
+    num_packs, num_stages = case.config.num_packs, case.config.pipeline_model_parallel_size
+    if case.config.virtual_pipeline_model_parallel_size is not None and num_packs % num_stages:
+        yield (
+            "num_packs",
+            f"num_packs {num_packs} is no multiple of pipeline_model_parallel_size {num_stages}, as virtual_pipeline_model_parallel_size "
+            f"needs: set {round_up(num_packs, num_stages)}",
+        )
+
+
 def validate_bench(resolved: ResolvedConfig[BenchConfig], machine: Machine, facts: ModelFacts) -> ResolvedConfig[BenchConfig]:
     """Fill in the defaults that depend on the machine, and check every rule across keys.
 
@@ -81,5 +91,5 @@ def validate_bench(resolved: ResolvedConfig[BenchConfig], machine: Machine, fact
         dtype = "bfloat16" if full.config.device == "cuda" else "float32"
         full = full.with_defaults({"torch_dtype": (dtype, f"device is {full.config.device}")})
     case = Case(full.config, dict(full.origins), machine, facts)
-    check((*BENCH_RULES, _sequences), case)
+    check((*BENCH_RULES, _sequences, _packs_of_chunks), case)
     return replace(full, derived=(describe_layout(case),))

@@ -44,12 +44,14 @@ def test_a_fault_breaks_the_table(ranks: RankPool, tiny_qwen3_vl: Path, rows: Pa
 
 
 @pytest.mark.parametrize(
-    "more", [[], ["--packing", "false", "--micro_batch_size", "3"], ["--nproc_per_node", "4"]], ids=["packed", "padded", "dp2"]
+    "more",
+    [[], ["--packing", "false", "--micro_batch_size", "3"], ["--nproc_per_node", "4"], ["--pipeline_model_parallel_size", "2"]],
+    ids=["packed", "padded", "dp2", "pp2"],
 )
 def test_without_a_fault_it_holds(
     ranks: RankPool, tiny_qwen3_vl: Path, rows: Path, more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    num_ranks = 4 if "--nproc_per_node" in more else 2
+    num_ranks = 4 if more[:1] in (["--nproc_per_node"], ["--pipeline_model_parallel_size"]) else 2
     assert exit_code(ranks, [*options(tiny_qwen3_vl, rows), *more], None, num_ranks) == 0
     table = capsys.readouterr().out
     assert "parity holds" in table and "FAILED" not in table

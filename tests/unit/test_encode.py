@@ -123,6 +123,18 @@ def test_length_is_that_of_the_sample(name: str, media: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
+def test_without_patches_the_sample_is_the_same(name: str, media: Path) -> None:
+    row = parse_row(ROWS[name], media / "d.jsonl", 1)
+    whole, bare = encoder().encode(row, 0), encoder(decode_media=False).encode(row, 0)
+    for part in ("input_ids_L", "labels_L", "weights_L", "position_ids_3L"):
+        assert torch.equal(getattr(bare, part), getattr(whole, part))
+    assert (bare.visual is None) == (whole.visual is None)
+    if bare.visual is not None and whole.visual is not None:
+        assert torch.equal(bare.visual.grid_thw, whole.visual.grid_thw) and torch.equal(bare.visual.positions_V, whole.visual.positions_V)
+        assert bare.visual.patches_PD.numel() == 0
+
+
+@pytest.mark.parametrize("name", ROWS)
 def test_shapes_and_places(name: str, media: Path) -> None:
     sample = encode(ROWS[name], media)
     length = len(sample)

@@ -145,6 +145,13 @@ def test_in_order(dataset: EncodedDataset, packing_length: int | None) -> None:
     assert [row for same in zip(*ranks, strict=True) for batch in same for row in batch.rows] == list(range(NUM_ROWS))
 
 
+@pytest.mark.parametrize("packing_length", [256, None])
+def test_in_order_in_groups(dataset: EncodedDataset, packing_length: int | None) -> None:
+    """As interleaved pipeline stages take them; the last may hold no row."""
+    found = list(batches_in_order(dataset, layout(packing_length=packing_length, batch_multiple=4)))
+    assert len(found) % 4 == 0 and [row for batch in found for row in batch.rows] == list(range(NUM_ROWS))
+
+
 BAD = {
     2: ({"messages": [{"role": "usr", "content": "u"}]}, "message 1 has the role str 'usr'", "row"),
     4: (chat("<image>", images=["missing.png"]), "missing.png is no file", "media"),
