@@ -36,3 +36,13 @@ def tiny_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints") / "tiny_qwen3_vl"
     write_tiny("qwen3_vl", folder, seed=0)
     return folder
+
+
+@pytest.fixture(scope="session")
+def eight_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tied tiny Qwen3-VL of which four chunks can be made, the first with both deepstack levels."""
+    from swiftcp.models.tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoints") / "eight_layers"
+    write_tiny("qwen3_vl", folder, num_layers=8, tie_word_embeddings=True)
+    return folder

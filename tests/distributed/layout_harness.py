@@ -32,6 +32,9 @@ LAYOUTS = {
     "TP2": Layout(2, {"tensor_model_parallel_size": 2}),
     "TP2+SP": Layout(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "TP2+SP+CP2": Layout(4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}),
+    "PP2": Layout(2, {"pipeline_model_parallel_size": 2}),
+    "PP2+CP2": Layout(4, {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}),
+    "PP2+DP2": Layout(4, {"pipeline_model_parallel_size": 2}),
     "TP2+SP+PP2": Layout(4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}),
     "DP2": Layout(2),
     "DP2+CP2": Layout(4, {"context_parallel_size": 2}),
@@ -40,6 +43,16 @@ LAYOUTS = {
         4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "use_distributed_optimizer": True}
     ),
 }
+CHUNKS = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+EIGHT_LAYERS = {
+    "PP2 of 2 chunks": Layout(2, CHUNKS),
+    "PP2 of 2 chunks+CP2": Layout(4, {**CHUNKS, "context_parallel_size": 2}),
+    "PP2 of 2 chunks, 6 and 2 layers": Layout(2, {**CHUNKS, "decoder_first_pipeline_num_layers": 6}),
+    "PP2, 3 and 5 layers": Layout(2, {"pipeline_model_parallel_size": 2, "decoder_last_pipeline_num_layers": 5}),
+    "PP2+DP2, distributed optimizer": Layout(4, {"pipeline_model_parallel_size": 2, "use_distributed_optimizer": True}),
+    "PP4": Layout(4, {"pipeline_model_parallel_size": 4}),
+}
+"""For a model whose first chunk of four has both deepstack levels."""
 
 PACKS = (Pack(("image_and_video", "text", "one_token")), Pack(("three_images", "video", "seven_tokens")))
 """Two micro-batches, or one for each of two data-parallel ranks. Their lengths divide by no layout's sizes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from tests.distributed.layout_harness import (
+    CHUNKS,
+    EIGHT_LAYERS,
     LAYOUTS,
     ONE_RANK,
     WEIGHT_BOUND,
@@ -41,6 +43,11 @@ def one_rank(ranks: RankPool, tiny_qwen3_vl: Path) -> Result:
 
 
 @pytest.fixture(scope="module")
+def one_rank_of_eight_layers(ranks: RankPool, eight_layers: Path) -> Result:
+    return measure_layout(ranks, eight_layers, ONE_RANK)[0]
+
+
+@pytest.fixture(scope="module")
 def found() -> Iterator[dict[str, Differences]]:
     rows: dict[str, Differences] = {}
     yield rows
@@ -51,11 +58,32 @@ def found() -> Iterator[dict[str, Differences]]:
 def test_a_layout_gives_what_one_rank_gives(
     name: str, ranks: RankPool, tiny_qwen3_vl: Path, one_rank: Result, found: dict[str, Differences]
 ) -> None:
-    for result in measure_layout(ranks, tiny_qwen3_vl, LAYOUTS[name]):
-        found[f"{name}, packed"] = differences(result.packed, one_rank.packed)
-        found[f"{name}, padded"] = differences(result.padded, one_rank.padded)
+    check_results(measure_layout(ranks, tiny_qwen3_vl, LAYOUTS[name]), one_rank, name, found)
+
+
+@pytest.mark.parametrize("name", EIGHT_LAYERS)
+def test_a_layout_of_eight_layers_with_a_tied_head(
+    name: str, ranks: RankPool, eight_layers: Path, one_rank_of_eight_layers: Result, found: dict[str, Differences]
+) -> None:
+    check_results(measure_layout(ranks, eight_layers, EIGHT_LAYERS[name]), one_rank_of_eight_layers, f"{name}, tied", found)
+
+
+def check_results(results: Sequence[Result], expected: Result, name: str, found: dict[str, Differences]) -> None:
+    for result in results:
+        found[f"{name}, packed"] = differences(result.packed, expected.packed)
+        found[f"{name}, padded"] = differences(result.padded, expected.padded)
         assert over_bounds(found[f"{name}, packed"]) == over_bounds(found[f"{name}, padded"]) == {}
-        assert weight_difference(result, one_rank) <= WEIGHT_BOUND
+        assert weight_difference(result, expected) <= WEIGHT_BOUND
+
+
+@pytest.mark.parametrize("frozen", [("llm",), ("vit", "aligner")], ids=["llm", "tower"])
+def test_stages_with_frozen_parts(frozen: tuple[str, ...], ranks: RankPool, eight_layers: Path) -> None:
+    """With the language model frozen a later stage has nothing to train, and passes gradients on."""
+    keys = {f"freeze_{part}": True for part in frozen}
+    [expected] = measure_layout(ranks, eight_layers, Layout(1, keys))
+    for result in measure_layout(ranks, eight_layers, Layout(2, {**CHUNKS, **keys})):
+        assert over_bounds(differences(result.packed, expected.packed)) == {}
+        assert weight_difference(result, expected) <= WEIGHT_BOUND
 
 
 def check_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -103,7 +131,7 @@ RECOMPUTE: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("frozen", [{}, {"freeze_vit": True, "freeze_aligner": True}], ids=["nothing", "tower"])
-@pytest.mark.parametrize("name", ["TP2", "TP2+SP"])
+@pytest.mark.parametrize("name", ["TP2", "TP2+SP", "PP2"])
 def test_recomputation_leaves_gradients_as_they_are(name: str, frozen: dict[str, bool], ranks: RankPool, tiny_qwen3_vl: Path) -> None:
     [expected] = ranks.run(gradients_of_modes, tiny_qwen3_vl, frozen, [{}], num_ranks=1)[0]
     for results in ranks.run(gradients_of_modes, tiny_qwen3_vl, {**LAYOUTS[name].keys, **frozen}, RECOMPUTE, num_ranks=2):

@@ -8,22 +8,13 @@ from typing import Any
 
 import pytest
 
-from swiftcp.models.tiny import write_tiny
 from tests.distributed.checkpoint_harness import Recipe, Record, run
+from tests.distributed.layout_harness import CHUNKS
 from tests.distributed.loop_harness import logged, run_logprobs, run_sft
 from tests.distributed.ranks import RankPool
 from tests.media_rows import write_media_rows
 
 STAGES: dict[str, Any] = {"pipeline_model_parallel_size": 2}
-CHUNKS: dict[str, Any] = {**STAGES, "virtual_pipeline_model_parallel_size": 2}
-
-
-@pytest.fixture(scope="module")
-def eight_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tied model of which four chunks can be made, the first with both deepstack levels."""
-    folder = tmp_path_factory.mktemp("checkpoints") / "eight_layers"
-    write_tiny("qwen3_vl", folder, num_layers=8, tie_word_embeddings=True)
-    return folder
 
 
 @pytest.fixture(scope="module")
