@@ -185,7 +185,7 @@ def _warn_without_effect(case: Case) -> Iterator[Finding]:
 
 TESTED = frozenset(
     frozenset(axes.split())
-    for axes in ("", "dp", "cp", "cp dp", "tp", "tp sp", "tp sp cp", "tp sp dp", "tp sp pp", "pp", "pp cp", "pp vpp")
+    for axes in ("", "dp", "cp", "cp dp", "tp", "tp sp", "tp sp cp", "tp sp dp", "tp sp pp", "pp", "pp cp", "pp dp", "pp vpp", "pp vpp cp")
 )
 """Combinations that the tests compare with one rank; the table of docs/layouts.md."""
 
