@@ -50,7 +50,7 @@ def _serve(rank: int, connection: Connection, device: str) -> None:
     prepare_rank(device)
     import torch
 
-    from swiftcp.parallel import cpu_shim
+    from swiftcp.parallel import cpu_shim, mesh
 
     torch.set_num_threads(1)
     if device == "cpu":
@@ -59,7 +59,10 @@ def _serve(rank: int, connection: Connection, device: str) -> None:
         function, arguments, num_ranks, port = request
         try:
             _join(rank, num_ranks, port, device)
-            connection.send((True, function(*arguments)))
+            result = function(*arguments)
+            # All ranks leave at once: NCCL waits for those that are still in a group.
+            mesh.stop()
+            connection.send((True, result))
         except BaseException:
             connection.send((False, traceback.format_exc()))
 
