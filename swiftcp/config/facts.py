@@ -10,7 +10,7 @@ from pathlib import Path
 from swiftcp.config.paths import missing
 from swiftcp.errors import ConfigError
 
-SUPPORTED_MODEL_TYPES = ("qwen3_vl",)
+SUPPORTED_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")
 _PIXELS_PER_TOKEN = 32 * 32
 """Qwen3-VL: patches of 16 x 16 pixels, 2 x 2 of them merged."""
 

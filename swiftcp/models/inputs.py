@@ -31,6 +31,8 @@ class ModelInputs:
     cu_seqlens: Tensor | None
     packed: PackedStream | None
     position_ids_3BS: Tensor
+    padding_mask_BS: Tensor
+    """[B, S / TP under sequence parallelism] bool, True at padding, for routers: padding takes no part in their losses."""
     tower_work: Mapping[str, TowerWork]
     """Of each tower, by its name; none on later pipeline stages."""
     local_features_W: Tensor
@@ -144,6 +146,7 @@ def plan_inputs(batch: Batch, mesh: Mesh, geometry: Geometry) -> ModelInputs:
         cu_seqlens=None if packed is None else packed.cu_seqlens_q,
         packed=packed,
         position_ids_3BS=local(batch.position_ids_3BS),
+        padding_mask_BS=local(batch.padding_mask_BS),
         tower_work=work,
         local_features_W=_at(local_feature_BS, visual_slots),
         local_visual_slots_W=own_visual_slots,

@@ -9,6 +9,7 @@ from swiftcp.models.family import Family
 
 _MODULES = {
     "qwen3_vl": "swiftcp.models.qwen3_vl",
+    "qwen3_vl_moe": "swiftcp.models.qwen3_vl_moe",
 }
 
 

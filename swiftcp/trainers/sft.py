@@ -111,7 +111,7 @@ def train(resolved: ResolvedConfig[TrainConfig], mode: Mode) -> None:
         if config.save_safetensors:
             table = source.family.name_table(source.hf_config)
             output = run.output_dir / "hf"
-            export_hf_folder(run.runner.chunks, source.folder, output, table, tp_rank=mesh.tp_rank, tp_size=mesh.tp_size)
+            export_hf_folder(run.runner.chunks, source.folder, output, table, mesh.place)
     stop()
 
 

@@ -86,13 +86,6 @@ def build(folder: Path, cp_size: int, **recompute: Any) -> tuple[Any, Any, Any]:
     return model, mesh, family
 
 
-def _checkpoint_names(model: Any, tensors: dict[str, Tensor], table: Any) -> dict[str, Tensor]:
-    named = {}
-    for target, rule in table.pair(list(tensors)).items():
-        named.update(zip(rule.sources, rule.separate(tensors[target]), strict=True))
-    return named
-
-
 def _all_logprobs(model: Any, mesh: Any, geometry: Any, batches: Sequence[Batch], samples: Sequence[Sample]) -> list[Tensor]:
     from swiftcp.models.inputs import make_inputs
 
@@ -137,7 +130,7 @@ def run_ours(
         assert not missing, f"no gradient on rank {mesh.cp_rank} for {missing}"
         for gradient in gradients.values():
             dist.all_reduce(gradient, group=mesh.cp_group)
-        named = _checkpoint_names(model, gradients, family.name_table(_config(folder)))
+        named = family.name_table(_config(folder)).to_sources(gradients)
     return Result(totals.item(), int(num_labels.sum()), num_labels.tolist(), logprobs, named)
 
 
@@ -146,7 +139,7 @@ def run_transformers(folder: Path, rows: Sequence[Row]) -> Result:
     from swiftcp.models.registry import family_of
     from swiftcp.trainers.oracle import load_oracle, oracle_logprobs
 
-    model = load_oracle(folder, family_of("qwen3_vl"), dtype=torch.float32, device=torch.device("cpu"))
+    model = load_oracle(folder, family_of(_config(folder).model_type), dtype=torch.float32, device=torch.device("cpu"))
     loss_sum, num_labels, logprobs = 0.0, 0, []
     for sample in samples_of(folder, rows):
         row_logprobs = oracle_logprobs(model, sample)

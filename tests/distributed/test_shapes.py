@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,5 +43,5 @@ def names_and_shapes(config_file: Path) -> tuple[dict[str, tuple[int, ...]], dic
 def test_a_public_shape_builds_and_pairs_with_transformers(ranks: RankPool, shape: str) -> None:
     stored, expected, num_parameters = ranks.run(names_and_shapes, shape_file(shape), num_ranks=1)[0]
     assert stored == expected
-    billions = float(shape.rsplit("_", 1)[1].removesuffix("b"))
+    billions = float(re.findall(r"\d+(?=b)", shape)[0])
     assert 0.9 * billions < num_parameters / 1e9 < 1.3 * billions

@@ -198,7 +198,7 @@ def _train(chunks: Sequence[Any], batches: Sequence[Batch], config: Any, mesh: A
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     own = {name: p.main_grad for chunk in chunks for name, p in named_parameters(chunk)}
-    whole = whole_tensors(own, source.family.name_table(source.hf_config), mesh.tp_group)
+    whole = whole_tensors(own, source.family.name_table(source.hf_config), mesh)
     return {name: gradient * totals.labelled_tokens for name, gradient in whole}, totals.loss, norm
 
 
