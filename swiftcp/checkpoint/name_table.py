@@ -134,6 +134,15 @@ class QueryKeyValue(Rule):
         return tuple(part.flatten(0, 1) for part in groups.split(sizes, dim=1))
 
 
+def _shard_of_halves(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """A part of the first half, gate, and one of the second, up."""
+    return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+
+
+def _unshard_halves(shards: Sequence[Tensor]) -> Tensor:
+    return torch.cat([half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves])
+
+
 class GateUp(Rule):
     """Gate [F, H] and up [F, H]; in the model [2*F, H], gate first. A tensor-parallel rank holds a part of each."""
 
@@ -144,10 +153,10 @@ class GateUp(Rule):
         return tensor.chunk(2)
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+        return _shard_of_halves(tensor, rank, size)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        return torch.cat([half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves])
+        return _unshard_halves(shards)
 
 
 @dataclass(frozen=True)
@@ -193,7 +202,10 @@ class FusedGateUpExperts(FusedExperts):
         return tensor.unsqueeze(0).chunk(2, dim=1)
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+        return _shard_of_halves(tensor, rank, size)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return _unshard_halves(shards)
 
     def source_slices(self, shape: Sequence[int], rank: int, size: int) -> list[tuple[slice, ...]]:
         length = shape[0] // 2

@@ -41,6 +41,10 @@ class ModelFacts:
     max_position_embeddings: int
     """Longest sequence the model was made for, in tokens."""
     pixels_per_token: int
+    num_experts: int = 0
+    """Of a layer that has any; 0 where all layers are dense."""
+    moe_intermediate_size: int = 0
+    """Width of an expert."""
 
 
 def _read_json(folder: Path) -> dict:
@@ -92,6 +96,8 @@ def _facts(config: dict, file: Path) -> ModelFacts:
             num_deepstack_levels=len(vision["deepstack_visual_indexes"]),
             max_position_embeddings=int(text["max_position_embeddings"]),
             pixels_per_token=(int(vision["patch_size"]) * int(vision["spatial_merge_size"])) ** 2,
+            num_experts=int(text.get("num_experts", text.get("num_local_experts", 0))),
+            moe_intermediate_size=int(text.get("moe_intermediate_size", 0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} lacks a size or has a wrong one ({error}): download the model again") from None

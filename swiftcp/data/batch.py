@@ -103,6 +103,13 @@ class Batch:
     """Data set row of each sample, in stream order; empty for a filler."""
     visual: VisualItems | None = None
     audio: AudioItems | None = None
+    mean_labels: float | None = None
+    """Labelled tokens of a micro-batch, on average over those of the global batch that hold rows; None: as many as this one has."""
+
+    @property
+    def num_labels(self) -> int:
+        """Tokens with a label and a weight above 0."""
+        return int(((self.labels_BS != IGNORED_LABEL) & (self.weights_BS > 0)).sum())
 
     @property
     def packed(self) -> bool:

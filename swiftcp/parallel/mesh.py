@@ -54,6 +54,10 @@ class Mesh:
     """Ranks with the same part of other packs."""
     dp_cp_group: dist.ProcessGroup
     """Every rank that contributes to one gradient."""
+    ep_group: dist.ProcessGroup
+    """Ranks that together hold all experts of each of their layers."""
+    expert_tp_group: dist.ProcessGroup
+    """Ranks that share each expert's matrices."""
 
     def describe(self) -> str:
         sizes = f"tp {self.tp_size} x pp {self.pp_size} x cp {self.cp_size} x dp {self.dp_size}"
@@ -193,6 +197,8 @@ def build_mesh(
         cp_group=parallel_state.get_context_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
+        expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
     )
 
 

@@ -2,7 +2,8 @@
 
 The gradient that training takes is a sum over all ranks and micro-batches, divided by one number of labelled tokens. An auxiliary loss
 of a micro-batch must count as coefficient x loss, averaged over the micro-batches, however many tokens are labelled and wherever they
-lie. So `Router` attaches it as it is, and what a backward pass begins with (`scale_auxiliary_losses`) cancels the division.
+lie. So `Router` attaches it as it is, and what its backward pass begins with (`moe_grad_scale_func`, set for each step) cancels the
+division: labelled tokens of the global batch over its micro-batches.
 megatron-core (0.19) scales by the number of real tokens in its place, which is right only where every token is labelled.
 
 Legend: T local tokens (S x B), E experts.
@@ -10,6 +11,7 @@ Legend: T local tokens (S x B), E experts.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -25,13 +27,9 @@ from torch import Tensor, nn
 AUXILIARY_LOSSES = ("load_balancing_loss", "z_loss")
 
 
-def scale_auxiliary_losses(scale: float | Tensor) -> Tensor:
-    """Let each micro-batch's auxiliary losses count `scale` times in the backward passes that follow: the number by which gradients are
-    divided afterwards, over the number of micro-batches. Returns it as megatron-core's schedules take it (`moe_grad_scale_func`).
-    """
-    scale = torch.as_tensor(scale, dtype=torch.float32).view(1)
-    MoEAuxLossAutoScaler.set_loss_scale(scale)
-    return scale
+def trains_routers(config: TransformerConfig) -> bool:
+    """Whether an auxiliary loss has a coefficient."""
+    return bool(config.moe_aux_loss_coeff or config.moe_z_loss_coeff)
 
 
 class Router(TopKRouter):
@@ -46,8 +44,7 @@ class Router(TopKRouter):
 
     def __init__(self, config: TransformerConfig, **kwargs: Any) -> None:
         super().__init__(config=config, **kwargs)
-        coefficients = (config.moe_aux_loss_coeff, config.moe_z_loss_coeff or 0.0)
-        self.coefficients_2 = torch.tensor(coefficients, dtype=torch.float32) if any(coefficients) else None  # no buffer: stays float32
+        self.coefficients = config.moe_aux_loss_coeff, config.moe_z_loss_coeff or 0.0
         self.recorded_2: Tensor | None = None
         """This rank's share of the losses of `AUXILIARY_LOSSES`, summed over micro-batches."""
 
@@ -60,17 +57,17 @@ class Router(TopKRouter):
         """
         logits_TE = logits.flatten(0, 1)
         weights_TE, chosen_TE = topk_routing_with_score_function(logits_TE, self.topk)
-        if self.coefficients_2 is not None and self.training and torch.is_grad_enabled():
-            real_T = torch.ones_like(chosen_TE[:, 0]) if padding_mask is None else ~padding_mask.flatten()
-            losses_2 = auxiliary_losses(logits_TE, chosen_TE, real_T, self.tp_cp_group)
-            self.recorded_2 = losses_2.detach() + (0.0 if self.recorded_2 is None else self.recorded_2)
-            total = losses_2 @ self.coefficients_2.to(losses_2.device, non_blocking=True)
-            weights_TE = MoEAuxLossAutoScaler.apply(weights_TE, total)
+        if trains_routers(self.config) and self.training and torch.is_grad_enabled():
+            assert padding_mask is not None
+            balance, z = auxiliary_losses(logits_TE, chosen_TE, ~padding_mask.flatten(), self.tp_cp_group)
+            losses_2 = torch.stack([balance, z]).detach()
+            self.recorded_2 = losses_2 if self.recorded_2 is None else self.recorded_2 + losses_2
+            weights_TE = MoEAuxLossAutoScaler.apply(weights_TE, self.coefficients[0] * balance + self.coefficients[1] * z)
         return weights_TE, chosen_TE
 
 
-def auxiliary_losses(logits_TE: Tensor, chosen_TE: Tensor, real_T: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[2] float32: this rank's share of a micro-batch's load-balancing loss and z-loss; the sum over the group is the loss.
+def auxiliary_losses(logits_TE: Tensor, chosen_TE: Tensor, real_T: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """This rank's shares of a micro-batch's load-balancing loss and z-loss, float32; the sum over the group is the loss.
 
     Args:
         chosen_TE: which experts each token goes to.
@@ -79,29 +76,24 @@ def auxiliary_losses(logits_TE: Tensor, chosen_TE: Tensor, real_T: Tensor, group
     """
     num_experts = logits_TE.size(-1)
     logits_TE = logits_TE.float()
-    uses_E = (chosen_TE & real_T[:, None]).sum(0).float()
-    dist.all_reduce(uses_E, group=group)
-    num_real = real_T.sum().float()
-    dist.all_reduce(num_real, group=group)
-    num_real = num_real.clamp(min=1)  # a micro-batch of padding alone has losses of 0
+    counts = torch.cat([(chosen_TE & real_T[:, None]).sum(0), real_T.sum().view(1)]).float()
+    dist.all_reduce(counts, group=group)
+    uses_E, num_real = counts[:-1], counts[-1].clamp(min=1)  # a micro-batch of padding alone has losses of 0
     share_E = uses_E / uses_E.sum().clamp(min=1)
     probability_E = (logits_TE.softmax(-1) * real_T[:, None]).sum(0) / num_real
     balance = num_experts * (share_E * probability_E).sum()
     z = (logits_TE.logsumexp(-1).square() * real_T).sum() / num_real
-    return torch.stack([balance, z])
+    return balance, z
 
 
-def take_auxiliary_losses(model: nn.Module) -> Tensor:
-    """[3] float64 on the model's device: this rank's sums since the last call, over its layers and micro-batches, of the losses of
-    `AUXILIARY_LOSSES`, and the number of its layers that have a router.
-    """
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    recorded = [router.recorded_2 for router in routers if router.recorded_2 is not None]
-    for router in routers:
+def take_auxiliary_losses(chunks: Sequence[nn.Module], device: torch.device) -> Tensor:
+    """[2] float64: this rank's shares of the losses of `AUXILIARY_LOSSES`, summed over layers and micro-batches since the last call."""
+    total_2 = torch.zeros(len(AUXILIARY_LOSSES), dtype=torch.float64, device=device)
+    for router in (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)):
+        if router.recorded_2 is not None:
+            total_2 += router.recorded_2
         router.recorded_2 = None
-    device = next(model.parameters()).device
-    losses_2 = torch.stack(recorded).double().sum(0) if recorded else torch.zeros(2, dtype=torch.float64, device=device)
-    return torch.cat([losses_2, losses_2.new_tensor([len(routers)])])
+    return total_2
 
 
 def has_experts(config: TransformerConfig, layer: int) -> bool:

@@ -131,6 +131,7 @@ def build(config: BenchConfig, mesh: Mesh) -> Bench:
         backend=backend,
         **cp_communication(config),
         **stage_fields(config),
+        **router_fields(config),
         **recompute_fields(config),
     )
     chunks = build_chunks(family, hf_config, settings, mesh, backend=backend)

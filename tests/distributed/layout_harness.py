@@ -97,7 +97,7 @@ def of_all_ranks(training: Training, get: Callable[[Any], Tensor]) -> dict[str, 
     table, mesh = training.source.family.name_table(training.source.hf_config), training.mesh
     own = {name: get(p) for chunk in training.chunks for name, p in named_parameters(chunk) if p.requires_grad}
     of_stages: list[Any] = [None] * mesh.pp_size
-    whole = {name: tensor.clone() for name, tensor in whole_tensors(own, table, mesh.tp_group)}
+    whole = {name: tensor.clone() for name, tensor in whole_tensors(own, table, mesh)}
     dist.all_gather_object(of_stages, whole, group=mesh.pp_group)
     return {name: tensor for stage in of_stages for name, tensor in stage.items()}
 
