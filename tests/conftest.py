@@ -36,3 +36,13 @@ def tiny_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints") / "tiny_qwen3_vl"
     write_tiny("qwen3_vl", folder, seed=0)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_vl_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3-VL-MoE checkpoint folder."""
+    from swiftcp.models.tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny_qwen3_vl_moe"
+    write_tiny("qwen3_vl_moe", folder, seed=0)
+    return folder

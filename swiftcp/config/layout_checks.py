@@ -59,8 +59,8 @@ def _experts(case: Case) -> Iterator[Finding]:
         yield (
             "expert_model_parallel_size",
             f"world {world_size} is no multiple of pp {config.pipeline_model_parallel_size} x ep {sizes['expert_model_parallel_size']} x "
-            f"etp {sizes['expert_tensor_parallel_size']} = {config.expert_parallel_size}: start {round_up(world_size, config.fewest_ranks)} "
-            "ranks (nproc_per_node), or set sizes whose product divides it",
+            f"etp {sizes['expert_tensor_parallel_size']} = {config.expert_parallel_size}: start "
+            f"{round_up(world_size, config.fewest_ranks)} ranks (nproc_per_node), or set sizes whose product divides it",
         )
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         yield (

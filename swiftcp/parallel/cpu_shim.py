@@ -29,6 +29,7 @@ def install() -> None:
     _replace_device()
     _replace_streams()
     _replace_random_states()
+    _replace_copies_to_host()
 
 
 def _replace_device() -> None:
@@ -81,6 +82,16 @@ def _replace_random_states() -> None:
     megatron_random._set_cuda_rng_state = set_state
     torch.cuda.get_rng_state = get_state  # type: ignore[assignment]
     torch.cuda.manual_seed = manual_seed
+
+
+def _replace_copies_to_host() -> None:
+    """The dispatcher of tokens to experts counts on the device, and turns counts into numpy on their way to the host, if they go."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host
 
 
 def _to_cpu(device: Any) -> Any:
