@@ -17,6 +17,7 @@ from swiftcp.config.concerns import (
     ParallelConfig,
     PathText,
     RecomputeConfig,
+    RouterConfig,
     RouterLossConfig,
     RuntimeConfig,
 )
@@ -56,7 +57,9 @@ class WorkConfig(Concern):
     """List the kernels that took most time in one more step."""
 
 
-class BenchConfig(WorkConfig, FreezeConfig, OptimizerConfig, ParallelConfig, RouterLossConfig, RecomputeConfig, RuntimeConfig):
+class BenchConfig(
+    WorkConfig, FreezeConfig, OptimizerConfig, ParallelConfig, RouterConfig, RouterLossConfig, RecomputeConfig, RuntimeConfig
+):
     """`swiftcp bench`."""
 
 

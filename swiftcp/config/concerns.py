@@ -230,8 +230,10 @@ class RouterConfig(Concern):
     """Number format in which routers multiply: fp32, or that of the model (none), as `transformers` does; their softmax is fp32."""
 
 
-class RouterLossConfig(RouterConfig):
+class RouterLossConfig(Concern):
     """What routers are trained for, beside the loss of the labels."""
+
+    panel = "Experts"
 
     moe_aux_loss_coeff: NonNegativeFloat = 0.0
     """Weight of each layer's load-balancing loss, which is 1 where experts are used evenly. It does not depend on the number of labels."""
@@ -338,6 +340,7 @@ class TrainConfig(
     TrainingConfig,
     OptimizerConfig,
     ParallelConfig,
+    RouterConfig,
     RouterLossConfig,
     RecomputeConfig,
     CheckpointConfig,

@@ -218,7 +218,10 @@ def _warn_without_effect(case: Case) -> Iterator[Finding]:
 
 TESTED = frozenset(
     frozenset(axes.split())
-    for axes in ("", "dp", "cp", "cp dp", "tp", "tp sp", "tp sp cp", "tp sp dp", "tp sp pp", "pp", "pp cp", "pp vpp")
+    for axes in (
+        *("", "dp", "cp", "cp dp", "tp", "tp sp", "tp sp cp", "tp sp dp", "tp sp pp", "pp", "pp cp", "pp vpp"),
+        *("ep dp", "ep cp", "ep tp sp", "etp tp sp", "ep cp pp", "ep etp cp tp sp"),
+    )
 )
 """Combinations that the tests compare with one rank; the table of docs/layouts.md."""
 
@@ -233,6 +236,8 @@ def axes_in_use(case: Case) -> frozenset[str]:
         "dp": (case.data_parallel_size or 1) > 1,
         "pp": config.pipeline_model_parallel_size > 1,
         "vpp": config.virtual_pipeline_model_parallel_size is not None,
+        "ep": config.expert_model_parallel_size > 1,
+        "etp": config.expert_tensor_parallel_size > 1,
     }
     return frozenset(axis for axis, is_used in used.items() if is_used)
 
@@ -240,7 +245,8 @@ def axes_in_use(case: Case) -> frozenset[str]:
 def _warn_untested(case: Case) -> Iterator[Finding]:
     used = axes_in_use(case)
     if used not in TESTED:
-        key = "tensor_model_parallel_size" if "tp" in used else "pipeline_model_parallel_size"
+        axes = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
+        key = next((key for axis, key in axes.items() if axis in used), "expert_tensor_parallel_size")
         yield key, f"{' + '.join(sorted(used))} together are not among the layouts that are tested: check yours with swiftcp parity"
 
 

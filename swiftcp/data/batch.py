@@ -187,6 +187,7 @@ def collate_pack(
         rows=tuple(s.row for s in samples),
         visual=_merge([sample.visual for sample in samples], offsets),
         audio=_merge([sample.audio for sample in samples], offsets),
+        mean_labels=None,
     )
 
 
@@ -208,4 +209,5 @@ def collate_rows(
         rows=tuple(s.row for s in samples),
         visual=_merge([sample.visual for sample in samples], offsets),
         audio=_merge([sample.audio for sample in samples], offsets),
+        mean_labels=None,
     )
