@@ -104,7 +104,12 @@ def with_experts(folder: Path, keys: str, world_size: int) -> ResolvedConfig[Tra
         ("-ep 4", 4, "world 4 = cp 1 x dp 4, experts over ep 4", 4),
         ("-ep 4 -cp 2", 4, "world 4 = cp 2 x dp 2, experts over ep 4", 4),
         ("-ep 2 -cp 2", 2, "world 2 = cp 2 x dp 1, experts over ep 2", 2),
-        ("-tp 2 --sequence_parallel true -ep 2 -etp 3 -pp 2", 12, "world 12 = tp 2 x pp 2 x cp 1 x dp 3, experts over ep 2 x etp 3", 12),
+        (
+            "-tp 2 --sequence_parallel true -ep 2 -etp 3 -pp 2 --global_batch_size 18",
+            12,
+            "world 12 = tp 2 x pp 2 x cp 1 x dp 3, experts over ep 2 x etp 3",
+            12,
+        ),
     ],
 )
 def test_experts_are_spread_over_any_ranks_of_a_stage(tmp_path, keys, world_size, line, fewest):
