@@ -77,6 +77,8 @@ class Sample:
     """int64, or float32 in a family that has times between whole positions."""
     visual: VisualItems | None = None
     audio: AudioItems | None = None
+    seconds_per_grid_W: Tensor | None = None
+    """float32: of each video, between two rows of frames in its grid. The positions hold them already."""
 
     def __len__(self) -> int:
         return self.input_ids_L.numel()

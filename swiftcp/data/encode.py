@@ -130,6 +130,7 @@ class RowEncoder:
                 ),
                 visual=self._visual_items(row, plan, input_ids_L) if row.images or row.videos else None,
                 audio=self._audio_items(clips, plan, input_ids_L) if row.sounds else None,
+                seconds_per_grid_W=_or_none(plan.seconds_per_grid_W),
             )
 
     def _tokens(self, row: Row, rendered: Rendered, plan: MediaPlan) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,7 +15,11 @@ from torch import Tensor, nn
 
 from swiftcp.checkpoint.hf_reader import model_tensors
 from swiftcp.checkpoint.name_table import NameTable
+<<<<<<< HEAD
 from swiftcp.parallel.place import WHOLE, TensorPlace
+=======
+from swiftcp.models.family import multimodal_config
+>>>>>>> cb62c84 (wip: family)
 
 
 def random_tensor(name: str, shape: Sequence[int], *, seed: int, std: float, start: Sequence[int] = ()) -> Tensor:
@@ -27,7 +31,8 @@ def random_tensor(name: str, shape: Sequence[int], *, seed: int, std: float, sta
 
 
 def _std(name: str, hf_config: Any) -> float:
-    part = hf_config.vision_config if ".visual." in name else hf_config.get_text_config()
+    described = multimodal_config(hf_config)
+    part = described.vision_config if "visual." in name else described.audio_config if "audio_tower." in name else described.text_config
     return getattr(part, "initializer_range", 0.02)
 
 

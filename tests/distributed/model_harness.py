@@ -152,7 +152,23 @@ def run_transformers(folder: Path, rows: Sequence[Row]) -> Result:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     named = {name: torch.zeros(shapes[name]) if gradient is None else gradient for name, gradient in gradients.items()}
+    if hasattr(_config(folder), "thinker_config"):
+        named = _as_stored(named)
     return Result(loss_sum, num_labels, [num_labels], logprobs, named)
+
+
+def _as_stored(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names and tensors of a thinker in memory as a whole Qwen3-Omni is stored: experts one by one."""
+    stored: dict[str, Tensor] = {}
+    for name, tensor in named.items():
+        base, _, fused = f"thinker.{name}".partition(".experts.")
+        if not fused:
+            stored[base] = tensor
+            continue
+        parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}[fused]
+        for part, of_experts in zip(parts, tensor.chunk(len(parts), dim=1), strict=True):
+            stored |= {f"{base}.experts.{expert}.{part}.weight": matrix for expert, matrix in enumerate(of_experts)}
+    return stored
 
 
 def gradient_excess(got: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> dict[str, float]:
