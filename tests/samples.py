@@ -32,6 +32,7 @@ MIXES: dict[str, list[Any]] = {
     "audio_and_image": [4, ("audio", 70), 3, ("image", 1, 4, 8), 6, ("audio", 335), 5],
     "audio_in_video": [4, ("heard", 3, 4, 8, 310, 1.0), 9],
     "everything": [3, ("heard", 2, 4, 8, 150, 0.7), 2, ("image", 1, 4, 4), 5, ("audio", 130), 4, ("heard", 1, 4, 4, 99, 1.0), 7],
+    "long_audio": [20, ("audio", 9170), 40],
     "long_text": [2000],
     "document": [40, ("image", 1, 64, 64), 300, ("image", 1, 48, 32), 260],
     "long_video": [30, ("video", 4, 32, 24), 200],

@@ -222,7 +222,9 @@ def _check(source: HFFolder, names: Mapping[str, str], needed: Mapping[str, _Nee
     copies = {copy: original for copy, original in table.tied.items() if copy in names}
     problems = {
         "missing": [name for name in needed if name not in names],
-        "unexpected": [stored for name, stored in names.items() if name not in needed and name not in copies],
+        "unexpected": [
+            stored for name, stored in names.items() if name not in needed and name not in copies and not table.is_carried(name)
+        ],
         "of another shape": [
             f"{names[name]} is {list(stored)}, the model needs {list(of_name[0])}"
             for name, of_name in needed.items()

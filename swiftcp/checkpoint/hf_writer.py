@@ -59,6 +59,7 @@ class _Entry:
     name: str
     shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
+    """None where the tensor is no part of the model, and is carried over."""
     model_dtype: torch.dtype
     dtype: torch.dtype
     stored: str | None
@@ -191,6 +192,9 @@ def _entries(held: Sequence[_Held], source: HFFolder | None, table: NameTable, d
     entries |= {copy: replace(entries[original], name=copy, stored=names[copy]) for copy, original in table.tied.items() if copy in names}
     if source is None:
         return [entries[name] for name in sorted(entries)]
+    for stored, tensor in source.tensors.items():
+        if table.is_carried(stored):
+            entries[stored] = _Entry(stored, tensor.shape, (), tensor.dtype, tensor.dtype, stored)
     different = sorted(set(names) ^ set(entries))
     if different:
         raise WeightsError(
@@ -218,7 +222,7 @@ def _gather(shard: Sequence[_Entry], tensors: Mapping[str, Tensor]) -> dict[str,
     """The shard's tensors by name, on the first rank; others send what they hold. The first rank meets no error on the way."""
     if is_first_rank():
         device = next(iter(tensors.values())).device
-        return {entry.name: _collect(entry, tensors, device) for entry in shard}
+        return {entry.name: _collect(entry, tensors, device) for entry in shard if entry.pieces}
     rank, _ = rank_and_size()
     for piece in (piece for entry in shard for piece in entry.pieces if piece.holder == rank):
         dist.send(_own_piece(piece, tensors).contiguous(), 0)
@@ -244,7 +248,11 @@ def _own_piece(piece: _Piece, tensors: Mapping[str, Tensor]) -> Tensor:
 
 def _write_shard(file: Path, shard: Sequence[_Entry], values: dict[str, Tensor], source: HFFolder | None) -> None:
     for entry in shard:
-        values[entry.name] = _converted(values.pop(entry.name), entry, source)
+        if entry.pieces:
+            values[entry.name] = _converted(values.pop(entry.name), entry, source)
+        else:
+            assert source is not None and entry.stored is not None
+            values[entry.name] = source.read(entry.stored)
     save_file(values, file, metadata={"format": "pt"})
     file.chmod((file.parent / "config.json").stat().st_mode)  # safetensors lets the owner alone read it, whatever the umask says
     flush(file)

@@ -160,6 +160,27 @@ class GateUp(Rule):
 
 
 @dataclass(frozen=True)
+class _EachExpert(Rule):
+    """A rule for every expert of a layer. `{expert}` in names stands for the expert's number."""
+
+    num_experts: int = field(kw_only=True)
+
+    is_expert: ClassVar[bool] = True
+
+    def in_layer(self, layer: int) -> Iterator[Rule]:
+        in_layer = self.numbered("layer", layer)
+        yield from (in_layer.numbered("expert", expert) for expert in range(self.num_experts))
+
+
+class ExpertDirect(_EachExpert, Direct):
+    """One expert's tensor as it is."""
+
+
+class ExpertGateUp(_EachExpert, GateUp):
+    """One expert's gate and up."""
+
+
+@dataclass(frozen=True)
 class FusedExperts(Rule):
     """One expert's matrix out of one tensor of all experts. `{expert}` in targets stands for the expert's number."""
 
@@ -234,6 +255,8 @@ class NameTable:
     """Sources that are copies of another one: {copy: original}. They may be stored or not; empty where nothing is tied."""
     base_prefix: str
     """What precedes names in the full model and not in its base model. `transformers` reads either, with or without it."""
+    carried: tuple[str, ...] = ()
+    """What sources begin with that are no part of the model: they are not read, and exported as they were."""
 
     def pair(self, targets: Sequence[str]) -> dict[str, Rule]:
         """The rule of each of the model's parameters, with the names spelled out.
@@ -270,6 +293,9 @@ class NameTable:
                 yield from itertools.chain.from_iterable(rule.in_layer(layer) for layer in range(self.num_layers))
             elif isinstance(rule, Rule):
                 yield rule
+
+    def is_carried(self, source: str) -> bool:
+        return bool(self.carried) and source.startswith(self.carried)
 
     def canonical_name(self, stored: str, sources: set[str]) -> str:
         """The name in this table of a tensor stored under today's or an older name; `stored` itself where there is none."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,7 @@ def whole_tensors(tensors: Mapping[str, Tensor], table: NameTable, mesh: Mesh) -
     """
     rules = table.pair(list(tensors))
     awaited = Counter(name for rule in rules.values() if rule.is_expert for name in rule.sources)
+    others = _names_of_other_experts(rules.values(), mesh)
     fused: dict[str, Tensor] = {}
     for target, rule in rules.items():
         tensor = _unsharded(tensors[target].detach().contiguous(), rule, mesh.expert_tp_group if rule.is_expert else mesh.tp_group)
@@ -51,6 +52,9 @@ def whole_tensors(tensors: Mapping[str, Tensor], table: NameTable, mesh: Mesh) -
             continue
         shapes, slices = rule.source_shapes(tensor.shape), rule.source_slices(tensor.shape, 0, 1)
         for (name, part), shape, index in zip(parts, shapes, slices, strict=True):
+            if not index:
+                yield from zip(others.pop(name), _gathered(part.contiguous(), mesh.ep_group), strict=True)
+                continue
             if name not in fused:
                 fused[name] = part.new_zeros(shape)
             fused[name][index] = part
@@ -60,12 +64,25 @@ def whole_tensors(tensors: Mapping[str, Tensor], table: NameTable, mesh: Mesh) -
                 yield name, fused.pop(name)
 
 
+def _names_of_other_experts(rules: Iterable[Rule], mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """For each tensor of an expert here: those that stand in its place on the ranks that have other experts, by rank."""
+    own = [name for rule in rules if rule.is_expert for name in rule.sources]
+    of_ranks: list[Any] = [None] * mesh.ep_group.size()
+    if own:
+        dist.all_gather_object(of_ranks, own, group=mesh.ep_group)
+    return dict(zip(own, zip(*of_ranks, strict=True), strict=True)) if own else {}
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
+
+
 def _unsharded(tensor: Tensor, rule: Rule, group: dist.ProcessGroup) -> Tensor:
     if rule.parallel_dim is None or group.size() == 1:
         return tensor
-    shards = [torch.empty_like(tensor) for _ in range(group.size())]
-    dist.all_gather(shards, tensor, group=group)
-    return rule.unshard(shards)
+    return rule.unshard(_gathered(tensor, group))
 
 
 def from_first_rank(value: Any) -> Any:

@@ -10,7 +10,7 @@ from pathlib import Path
 from swiftcp.config.paths import missing
 from swiftcp.errors import ConfigError
 
-SUPPORTED_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe")
+SUPPORTED_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker")
 _PIXELS_PER_TOKEN = 32 * 32
 """Qwen3-VL: patches of 16 x 16 pixels, 2 x 2 of them merged."""
 
@@ -84,8 +84,9 @@ def _facts(config: dict, file: Path) -> ModelFacts:
     if model_type not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
         raise ConfigError(f"model_type '{model_type}' of {file} is not supported: use a model of {supported}")
-    text = config.get("text_config", {})
-    vision = config.get("vision_config", {})
+    described = config.get("thinker_config", config)  # Qwen3-Omni has a part that is trained, and others
+    text = described.get("text_config", {})
+    vision = described.get("vision_config", {})
     try:
         num_attention_heads = int(text["num_attention_heads"])
         return ModelFacts(

@@ -15,11 +15,8 @@ from torch import Tensor, nn
 
 from swiftcp.checkpoint.hf_reader import model_tensors
 from swiftcp.checkpoint.name_table import NameTable
-<<<<<<< HEAD
-from swiftcp.parallel.place import WHOLE, TensorPlace
-=======
 from swiftcp.models.family import multimodal_config
->>>>>>> cb62c84 (wip: family)
+from swiftcp.parallel.place import WHOLE, TensorPlace
 
 
 def random_tensor(name: str, shape: Sequence[int], *, seed: int, std: float, start: Sequence[int] = ()) -> Tensor:
