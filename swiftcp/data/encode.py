@@ -147,8 +147,6 @@ class RowEncoder:
         return replace(self._visuals.plan(row), num_frames_A=self._sounds.num_frames(lengths))
 
     def _render(self, row: Row) -> Rendered:
-        if row.sounds and not hasattr(self._processor, "audio_token"):
-            raise DataError("the row has sound, which the checkpoint cannot hear: remove audios and use_audio_in_video")
         rendered = self._template.sft(row) if self.mode == "sft" else self._template.pt(row)
         for kind, parts in (("image", row.images), ("video", row.videos), ("audio", row.audios)):
             token = getattr(self._processor, f"{kind}_token", None)

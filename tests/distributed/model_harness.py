@@ -152,16 +152,17 @@ def run_transformers(folder: Path, rows: Sequence[Row]) -> Result:
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     named = {name: torch.zeros(shapes[name]) if gradient is None else gradient for name, gradient in gradients.items()}
-    if hasattr(_config(folder), "thinker_config"):
-        named = _as_stored(named)
-    return Result(loss_sum, num_labels, [num_labels], logprobs, named)
+    return Result(loss_sum, num_labels, [num_labels], logprobs, as_stored(named, _config(folder)))
 
 
-def _as_stored(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names and tensors of a thinker in memory as a whole Qwen3-Omni is stored: experts one by one."""
+def as_stored(named: dict[str, Tensor], hf_config: Any) -> dict[str, Tensor]:
+    """Names and tensors of a model of `transformers` as its checkpoint has them: experts of Qwen3-Omni are stored one by one."""
+    if not hf_config.model_type.startswith("qwen3_omni_moe"):
+        return named
+    root = "thinker." if hasattr(hf_config, "thinker_config") else ""
     stored: dict[str, Tensor] = {}
     for name, tensor in named.items():
-        base, _, fused = f"thinker.{name}".partition(".experts.")
+        base, _, fused = f"{root}{name}".partition(".experts.")
         if not fused:
             stored[base] = tensor
             continue
@@ -176,4 +177,8 @@ def gradient_excess(got: dict[str, Tensor], expected: dict[str, Tensor], relativ
     assert got.keys() == expected.keys(), sorted(got.keys() ^ expected.keys())
     largest = {name: tensor.abs().max().item() for name, tensor in expected.items()}
     floor = 1e-3 * max(largest.values())
-    return {name: (got[name] - expected[name]).abs().max().item() / (relative * max(largest[name], floor)) for name in expected}
+    units = {name: relative * max(largest[name], floor) for name in expected}
+    for name in expected:
+        if name.endswith("k_proj.bias"):  # softmax does not see it: its gradient is zero, and what is there is rounding on either side
+            units[name] *= 10
+    return {name: (got[name] - expected[name]).abs().max().item() / units[name] for name in expected}

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 from swiftcp.parallel.engine import transformer_engine_problem
-from tests.gpu.harness import ERROR_RATIO, Outcome, disagreeing, error, gradient_agreement, remove, run_ours, run_transformers, write_random_folder
+from tests.gpu.harness import (
+    ERROR_RATIO,
+    Outcome,
+    disagreeing,
+    error,
+    gradient_agreement,
+    remove,
+    run_ours,
+    run_transformers,
+    write_random_folder,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 needs_engine = pytest.mark.skipif(torch.cuda.is_available() and transformer_engine_problem() is not None, reason="needs Transformer Engine")

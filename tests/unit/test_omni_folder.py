@@ -113,5 +113,7 @@ def test_what_is_missing_and_what_is_unexpected_is_named(tmp_path: Path) -> None
     del stored["thinker.model.layers.2.mlp.experts.1.up_proj.weight"]
     stored["singer.weight"] = torch.zeros(1)
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(WeightsError, match=r"1 missing: thinker\.model\.layers\.2\.mlp\.experts\.1\.up_proj\.weight\n  1 unexpected: singer\.weight"):
+    with pytest.raises(
+        WeightsError, match=r"1 missing: thinker\.model\.layers\.2\.mlp\.experts\.1\.up_proj\.weight\n  1 unexpected: singer\.weight"
+    ):
         load_hf_folder(model, tmp_path, table)
