@@ -14,11 +14,18 @@ from swiftcp.models.family import Family
 
 
 def load_oracle(folder: Path, family: Family, *, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """The checkpoint as `transformers` builds it, in evaluation mode, on PyTorch's attention."""
+    """The checkpoint as `transformers` builds it, in evaluation mode, on PyTorch's attention. Parts that are not trained stay behind."""
     import transformers
+    from transformers.utils import logging
 
-    model_class = getattr(transformers, family.architecture)
-    return model_class.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").to(device).eval()
+    model_class, verbosity = getattr(transformers, family.architecture), logging.get_verbosity()
+    logging.set_verbosity_error()  # it would list what stays behind, tensor by tensor
+    try:
+        model, found = model_class.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa", output_loading_info=True)
+    finally:
+        logging.set_verbosity(verbosity)
+    assert not found["missing_keys"], found["missing_keys"]
+    return model.to(device).eval()
 
 
 def _media_inputs(sample: Sample, config: Any, device: torch.device) -> dict[str, Tensor]:

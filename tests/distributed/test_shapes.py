@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from swiftcp.models.shapes import shape_file, shape_names
+from tests.distributed.model_harness import as_stored
 from tests.distributed.ranks import RankPool
 
 
@@ -35,7 +36,7 @@ def names_and_shapes(config_file: Path) -> tuple[dict[str, tuple[int, ...]], dic
         stored.update(zip(rule.sources, rule.source_shapes(ours[target].shape), strict=True))
     with torch.device("meta"):
         theirs = getattr(transformers, family.architecture)._from_config(hf_config)
-    expected = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
+    expected = {name: tuple(parameter.shape) for name, parameter in as_stored(dict(theirs.named_parameters()), hf_config).items()}
     return stored, expected, sum(parameter.numel() for parameter in model.parameters())
 
 
