@@ -28,8 +28,12 @@ def random_tensor(name: str, shape: Sequence[int], *, seed: int, std: float, sta
 
 
 def _std(name: str, hf_config: Any) -> float:
-    described = multimodal_config(hf_config)
-    part = described.vision_config if "visual." in name else described.audio_config if "audio_tower." in name else described.text_config
+    if "visual." in name:
+        part = multimodal_config(hf_config).vision_config
+    elif "audio_tower." in name:
+        part = multimodal_config(hf_config).audio_config
+    else:
+        part = hf_config.get_text_config()
     return getattr(part, "initializer_range", 0.02)
 
 
