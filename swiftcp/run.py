@@ -52,7 +52,7 @@ def prepare(
         environment,
         nproc_per_node=config.nproc_per_node,
         num_gpus=0 if config.device == "cpu" or isinstance(config, ExportConfig) else num_gpus,  # an export takes one replica
-        model_parallel_size=config.model_parallel_size,
+        model_parallel_size=config.fewest_ranks,
     )
     machine = Machine(topology.world_size, topology.local_world_size, topology.gpus_of_node(num_gpus))
     if isinstance(config, BenchConfig):

@@ -46,3 +46,23 @@ def eight_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints") / "eight_layers"
     write_tiny("qwen3_vl", folder, num_layers=8, tie_word_embeddings=True)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_vl_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3-VL-MoE checkpoint folder."""
+    from swiftcp.models.tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny_qwen3_vl_moe"
+    write_tiny("qwen3_vl_moe", folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3-Omni checkpoint folder: the whole model."""
+    from swiftcp.models.tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny_omni"
+    write_tiny("qwen3_omni_moe", folder, seed=0)
+    return folder

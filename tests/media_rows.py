@@ -25,7 +25,8 @@ def write_video(path: Path) -> None:
         container.mux(stream.encode())
 
 
-def _conversation(*turns: str, **media: list[str]) -> dict[str, Any]:
+def conversation(*turns: str, **media: list[str]) -> dict[str, Any]:
+    """A row of turns by user and assistant."""
     roles = ("user", "assistant")
     return {"messages": [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)], **media}
 
@@ -39,14 +40,14 @@ def write_media_rows(folder: Path) -> Path:
     Image.fromarray(data.chelsea()[:64, :200]).save(folder / "cat.jpg")
     write_video(folder / "bar.mp4")
     rows = [
-        _conversation("Say hello to the reader of this file.", "Hello, reader. How are you?"),
-        _conversation("<image>Who is this?", "A woman in a suit.", images=["astronaut.png"]),
-        _conversation(
+        conversation("Say hello to the reader of this file.", "Hello, reader. How are you?"),
+        conversation("<image>Who is this?", "A woman in a suit.", images=["astronaut.png"]),
+        conversation(
             "<image>One. <image>Two.", "Coffee and a cat.", "<image>Now?", "A woman.", images=["coffee.png", "cat.jpg", "astronaut.png"]
         ),
-        _conversation("<video>What moves?", "A bar grows.", videos=["bar.mp4"]),
-        _conversation("<image>And <video>both?", "Both it is.", images=["coffee.png"], videos=["bar.mp4"]),
-        _conversation("x", "y"),
+        conversation("<video>What moves?", "A bar grows.", videos=["bar.mp4"]),
+        conversation("<image>And <video>both?", "Both it is.", images=["coffee.png"], videos=["bar.mp4"]),
+        conversation("x", "y"),
     ]
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

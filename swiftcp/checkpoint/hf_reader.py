@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from swiftcp.checkpoint.name_table import NameTable, Rule
 from swiftcp.checkpoint.together import gather_all
 from swiftcp.config.paths import INDEX_FILE, WEIGHTS_FILE
 from swiftcp.errors import WeightsError
+from swiftcp.parallel.place import WHOLE, TensorPlace
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ def stored_names(source: HFFolder, expected: set[str], table: NameTable) -> dict
     return names
 
 
-def load_hf_folder(model: nn.Module | Sequence[nn.Module], folder: Path, table: NameTable, *, tp_rank: int = 0, tp_size: int = 1) -> None:
+def load_hf_folder(model: nn.Module | Sequence[nn.Module], folder: Path, table: NameTable, place: TensorPlace = WHOLE) -> None:
     """Fill all of the model from `folder`, each tensor cast to the type of its parameter; no more than one in memory at a time.
 
     Called on all ranks, each with its pipeline stage's chunks: a rank reads its own parts alone, and together they need what the
@@ -178,8 +179,8 @@ def load_hf_folder(model: nn.Module | Sequence[nn.Module], folder: Path, table: 
     """
     targets = model_tensors(model)
     rules = table.pair(list(targets))
-    own = {name: shape for target, rule in rules.items() for name, shape in _whole_sources(rule, targets[target].shape, tp_size)}
-    needed = {name: shape for of_rank in gather_all(own) for name, shape in of_rank.items()}
+    own = {name: needed for target, rule in rules.items() for name, needed in _whole_sources(rule, targets[target].shape, place)}
+    needed = {name: of_name for of_rank in gather_all(own) for name, of_name in of_rank.items()}
     with HFFolder(folder) as source:
         names = stored_names(source, set(needed), table)
         _check(source, names, needed, table)
@@ -187,26 +188,47 @@ def load_hf_folder(model: nn.Module | Sequence[nn.Module], folder: Path, table: 
         with torch.no_grad():
             for target, rule in rules.items():
                 shape = targets[target].shape
-                slices = rule.source_slices(shape, tp_rank, tp_size)
-                parts = [source.read(names[name], index) for name, index in zip(rule.sources, slices, strict=True)]
-                targets[target].copy_(rule.local(shape, tp_rank, tp_size).join(parts, shape))
+                rank, size = place.of(is_expert=rule.is_expert)
+                slices = rule.source_slices(shape, rank, size)
+                parts = [_read_part(source, names[name], own[name], index) for name, index in zip(rule.sources, slices, strict=True)]
+                targets[target].copy_(rule.local(shape, rank, size).join(parts, shape))
 
 
-def _whole_sources(rule: Rule, shape: Sequence[int], tp_size: int) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each source of a parameter of which this rank holds `shape`."""
-    return zip(rule.sources, rule.source_shapes(rule.whole_shape(shape, tp_size)), strict=True)
+_Needed = tuple[tuple[int, ...], bool]
+"""Shape of a source, and whether older checkpoints have its last two dims swapped."""
 
 
-def _check(source: HFFolder, names: Mapping[str, str], needed: Mapping[str, tuple[int, ...]], table: NameTable) -> None:
+def _whole_sources(rule: Rule, shape: Sequence[int], place: TensorPlace) -> Iterator[tuple[str, _Needed]]:
+    """What a parameter of which this rank holds `shape` needs, by name."""
+    _, size = place.of(is_expert=rule.is_expert)
+    for name, whole in zip(rule.sources, rule.source_shapes(rule.whole_shape(shape, size)), strict=True):
+        yield name, (whole, rule.is_expert)
+
+
+def _is_swapped(stored: tuple[int, ...], needed: _Needed) -> bool:
+    shape, may_be_swapped = needed
+    return may_be_swapped and stored != shape and stored == (*shape[:-2], *reversed(shape[-2:]))
+
+
+def _read_part(source: HFFolder, stored: str, needed: _Needed, index: tuple[slice, ...]) -> Tensor:
+    """The part of a tensor that `index` says, as today's checkpoints have it."""
+    if not _is_swapped(source.tensors[stored].shape, needed):
+        return source.read(stored, index)
+    return source.read(stored, (*index[:-2], *reversed(index[-2:]))).transpose(-1, -2)
+
+
+def _check(source: HFFolder, names: Mapping[str, str], needed: Mapping[str, _Needed], table: NameTable) -> None:
     """Compare what the folder holds with what the whole model needs, before any value is read."""
     copies = {copy: original for copy, original in table.tied.items() if copy in names}
     problems = {
         "missing": [name for name in needed if name not in names],
-        "unexpected": [stored for name, stored in names.items() if name not in needed and name not in copies],
+        "unexpected": [
+            stored for name, stored in names.items() if name not in needed and name not in copies and not table.is_carried(name)
+        ],
         "of another shape": [
-            f"{names[name]} is {list(source.tensors[names[name]].shape)}, the model needs {list(shape)}"
-            for name, shape in needed.items()
-            if name in names and source.tensors[names[name]].shape != shape
+            f"{names[name]} is {list(stored)}, the model needs {list(of_name[0])}"
+            for name, of_name in needed.items()
+            if name in names and (stored := source.tensors[names[name]].shape) != of_name[0] and not _is_swapped(stored, of_name)
         ],
         "tied by config.json but stored with other values": [
             f"{names[copy]} against {names[original]} (set tie_word_embeddings to false, or delete the copy)"

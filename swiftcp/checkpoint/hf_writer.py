@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from swiftcp.checkpoint.together import from_first_rank, gather_all, is_first_ra
 from swiftcp.config.paths import INDEX_FILE, WEIGHTS_FILE
 from swiftcp.errors import ConfigError, WeightsError
 from swiftcp.failpoints import failpoint
+from swiftcp.parallel.place import WHOLE, TensorPlace
 
 logger = logging.getLogger(__name__)
 
@@ -35,20 +36,30 @@ _LICENSES = ("LICENSE", "NOTICE")
 
 
 @dataclass(frozen=True)
+class _Piece:
+    """A part of a tensor to write, which one rank holds."""
+
+    target: str
+    """The parameter that the piece is a part of."""
+    part: int
+    """Which of the parts that the parameter is separated into."""
+    rule: Rule
+    """Between what the rank holds of the parameter, and its parts."""
+    shape: tuple[int, ...]
+    """Of the piece."""
+    holder: int
+    index: tuple[slice, ...]
+    """Its place in the tensor; () for all of it."""
+
+
+@dataclass(frozen=True)
 class _Entry:
     """One tensor to write, and where its parts are."""
 
     name: str
-    target: str
-    """The parameter that it is made of, or is made of a part of."""
-    part: int
-    """Which of the tensors that the parameter is made of."""
-    rule: Rule
     shape: tuple[int, ...]
-    holders: tuple[int, ...]
-    """Ranks that hold the parameter, by tensor-parallel rank; one where each has all of it."""
-    local_shape: tuple[int, ...]
-    """Of the parameter, on each of them."""
+    pieces: tuple[_Piece, ...]
+    """None where the tensor is no part of the model, and is carried over."""
     model_dtype: torch.dtype
     dtype: torch.dtype
     stored: str | None
@@ -62,18 +73,14 @@ class _Entry:
     def num_bytes(self) -> int:
         return self.num_values * self.dtype.itemsize
 
-    def part_rule(self, tp_rank: int) -> Rule:
-        return self.rule.local(self.local_shape, tp_rank, len(self.holders))
-
 
 def export_hf_folder(
     model: nn.Module | Sequence[nn.Module],
     source_folder: Path,
     output_folder: Path,
     table: NameTable,
+    place: TensorPlace = WHOLE,
     *,
-    tp_rank: int = 0,
-    tp_size: int = 1,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write `output_folder`, whole or not at all. Called on all ranks, each with its pipeline stage's chunks.
@@ -87,7 +94,7 @@ def export_hf_folder(
         CheckpointError: the first rank failed (on the others).
     """
     tensors = model_tensors(model)
-    held = gather_all((tp_rank, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}))
+    held = gather_all((place, {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}))
     with ExitStack() as stack:
         source, aside, entries = None, output_folder, []
         with together("exporting the weights"):
@@ -95,7 +102,7 @@ def export_hf_folder(
                 _check_output(source_folder, output_folder)
                 if any((source_folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
                     source = stack.enter_context(HFFolder(source_folder))
-                entries = _entries(held, tp_size, source, table, _configured_dtype(source_folder))
+                entries = _entries(held, source, table, _configured_dtype(source_folder))
                 aside = stack.enter_context(new_folder(output_folder))
                 copy_other_files(source_folder, aside)
         shards = from_first_rank(_plan(entries, max_shard_bytes))
@@ -144,27 +151,50 @@ def _configured_dtype(folder: Path) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-_Held = tuple[int, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
-"""A rank's place among tensor-parallel ranks, and shape and type of each parameter that it holds."""
+_Held = tuple[TensorPlace, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+"""A rank's place, and shape and type of each parameter that it holds."""
 
 
-def _entries(held: Sequence[_Held], tp_size: int, source: HFFolder | None, table: NameTable, dtype: torch.dtype | None) -> list[_Entry]:
+def _pieces(target: str, rule: Rule, shape: tuple[int, ...], holders: Mapping[int, int], size: int) -> Iterator[tuple[str, _Piece]]:
+    """The pieces of one parameter, each with the name of the tensor that it goes into.
+
+    Args:
+        shape: of what a rank holds of the parameter.
+        holders: the rank that has each tensor-parallel rank's part.
+    """
+    for tp_rank in range(1 if rule.parallel_dim is None else size):
+        local = rule.local(shape, tp_rank, size)
+        slices, shapes = rule.source_slices(shape, tp_rank, size), local.part_shapes(shape)
+        for part, (name, index, of_part) in enumerate(zip(rule.sources, slices, shapes, strict=True)):
+            yield name, _Piece(target, part, local, of_part, holders[tp_rank], index)
+
+
+def _entries(held: Sequence[_Held], source: HFFolder | None, table: NameTable, dtype: torch.dtype | None) -> list[_Entry]:
     """What to write, by name. Types are those of the source; without one, `dtype` or the parameter's."""
-    first_with = {(target, tp_rank): rank for rank, (tp_rank, targets) in reversed(list(enumerate(held))) for target in targets}
     parameters = {target: found for _, targets in held for target, found in targets.items()}
     rules = table.pair(list(parameters))
+    holders: dict[str, dict[int, int]] = {target: {} for target in parameters}
+    for rank, (place, targets) in enumerate(held):
+        for target in targets:
+            holders[target].setdefault(place.of(is_expert=rules[target].is_expert)[0], rank)
     names = stored_names(source, {name for rule in rules.values() for name in rule.sources}, table) if source else {}
     entries: dict[str, _Entry] = {}
+    pieces: dict[str, dict[tuple[tuple[int, int], ...], _Piece]] = {}
     for target, rule in rules.items():
-        local_shape, model_dtype = parameters[target]
-        holders = tuple(first_with[target, tp_rank] for tp_rank in range(1 if rule.parallel_dim is None else tp_size))
-        shapes = rule.source_shapes(rule.whole_shape(local_shape, tp_size))
-        for part, (name, shape) in enumerate(zip(rule.sources, shapes, strict=True)):
-            entry = _Entry(name, target, part, rule, shape, holders, local_shape, model_dtype, dtype or model_dtype, names.get(name))
-            entries.setdefault(name, entry)
+        shape, model_dtype = parameters[target]
+        _, size = held[0][0].of(is_expert=rule.is_expert)
+        for name, whole in zip(rule.sources, rule.source_shapes(rule.whole_shape(shape, size)), strict=True):
+            entries.setdefault(name, _Entry(name, whole, (), model_dtype, dtype or model_dtype, names.get(name)))
+        for name, piece in _pieces(target, rule, shape, holders[target], size):
+            # A tied copy of the parameter brings the same piece again.
+            pieces.setdefault(name, {}).setdefault(tuple((part.start, part.stop) for part in piece.index), piece)
+    entries = {name: replace(entry, pieces=tuple(pieces[name].values())) for name, entry in entries.items()}
     entries |= {copy: replace(entries[original], name=copy, stored=names[copy]) for copy, original in table.tied.items() if copy in names}
     if source is None:
         return [entries[name] for name in sorted(entries)]
+    for stored, tensor in source.tensors.items():
+        if table.is_carried(stored):
+            entries[stored] = _Entry(stored, tensor.shape, (), tensor.dtype, tensor.dtype, stored)
     different = sorted(set(names) ^ set(entries))
     if different:
         raise WeightsError(
@@ -192,38 +222,37 @@ def _gather(shard: Sequence[_Entry], tensors: Mapping[str, Tensor]) -> dict[str,
     """The shard's tensors by name, on the first rank; others send what they hold. The first rank meets no error on the way."""
     if is_first_rank():
         device = next(iter(tensors.values())).device
-        return {entry.name: _collect(entry, tensors, device) for entry in shard}
+        return {entry.name: _collect(entry, tensors, device) for entry in shard if entry.pieces}
     rank, _ = rank_and_size()
-    for entry in shard:
-        for tp_rank, holder in enumerate(entry.holders):
-            if holder == rank:
-                dist.send(_own_part(entry, tensors, tp_rank).contiguous(), 0)
+    for piece in (piece for entry in shard for piece in entry.pieces if piece.holder == rank):
+        dist.send(_own_piece(piece, tensors).contiguous(), 0)
     return {}
 
 
 def _collect(entry: _Entry, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """One tensor on the host, in memory of its own."""
-    parts = []
-    for tp_rank, holder in enumerate(entry.holders):
-        if holder == 0:
-            parts.append(_own_part(entry, tensors, tp_rank))
-            continue
-        shape = entry.part_rule(tp_rank).source_shapes(entry.local_shape)[entry.part]
-        parts.append(torch.empty(shape, dtype=entry.model_dtype, device=device))
-        dist.recv(parts[-1], holder)
-    if len(parts) == 1:
-        return parts[0].cpu().clone(memory_format=torch.contiguous_format)
-    assert entry.rule.parallel_dim is not None
-    return torch.cat(parts, entry.rule.parallel_dim).cpu()
+    whole = torch.empty(entry.shape, dtype=entry.model_dtype)
+    for piece in entry.pieces:
+        if piece.holder == 0:
+            values = _own_piece(piece, tensors)
+        else:
+            values = torch.empty(piece.shape, dtype=entry.model_dtype, device=device)
+            dist.recv(values, piece.holder)
+        whole[piece.index] = values.cpu()
+    return whole
 
 
-def _own_part(entry: _Entry, tensors: Mapping[str, Tensor], tp_rank: int) -> Tensor:
-    return entry.part_rule(tp_rank).separate(tensors[entry.target].detach())[entry.part]
+def _own_piece(piece: _Piece, tensors: Mapping[str, Tensor]) -> Tensor:
+    return piece.rule.separate(tensors[piece.target].detach())[piece.part]
 
 
 def _write_shard(file: Path, shard: Sequence[_Entry], values: dict[str, Tensor], source: HFFolder | None) -> None:
     for entry in shard:
-        values[entry.name] = _converted(values.pop(entry.name), entry, source)
+        if entry.pieces:
+            values[entry.name] = _converted(values.pop(entry.name), entry, source)
+        else:
+            assert source is not None and entry.stored is not None
+            values[entry.name] = source.read(entry.stored)
     save_file(values, file, metadata={"format": "pt"})
     file.chmod((file.parent / "config.json").stat().st_mode)  # safetensors lets the owner alone read it, whatever the umask says
     flush(file)
@@ -239,6 +268,8 @@ def _converted(value: Tensor, entry: _Entry, source: HFFolder | None) -> Tensor:
         return value
     if source is not None and entry.stored is not None:
         original = source.read(entry.stored)
+        if original.shape != value.shape:
+            original = original.transpose(-1, -2).contiguous()  # of experts, from an older checkpoint
         if torch.equal(original.to(value.dtype), value):
             return original
     return value.to(entry.dtype)

@@ -3,15 +3,16 @@
 Rules only rearrange entries, never compute with them (w - 1 and back is not exact in bfloat16): what is read and written
 untrained is equal to the bit. *Source* is a tensor of the checkpoint, *target* a parameter of the model.
 
-Legend: G query groups, Q query heads of a group, D values a head, H hidden size, F feed-forward size.
+Legend: G query groups, Q query heads of a group, D values a head, H hidden size, F feed-forward size, E experts of a layer.
 """
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -28,17 +29,24 @@ class Rule(ABC):
     parallel_dim: int | None = field(default=None, kw_only=True)
     """The parameter's dim that tensor parallelism cuts; None: whole on every rank."""
 
+    is_expert: ClassVar[bool] = False
+    """The sources hold the same of all experts of a layer, [E, ...]; older checkpoints have their last two dims swapped."""
+
     @abstractmethod
     def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        """The whole parameter, of `shape`, out of its sources."""
+        """The whole parameter, of `shape`, out of its sources (of what is in `source_slices` of them)."""
 
     @abstractmethod
     def separate(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The sources out of the whole parameter; the inverse of `join`."""
 
+    def part_shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        """Shapes of what a parameter of `shape` is separated into."""
+        return [tuple(part.shape) for part in self.separate(torch.empty(tuple(shape), device="meta"))]
+
     def source_shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """Shapes of the sources of a whole parameter of `shape`."""
-        return [tuple(source.shape) for source in self.separate(torch.empty(tuple(shape), device="meta"))]
+        return self.part_shapes(shape)
 
     def whole_shape(self, shape: Sequence[int], size: int) -> tuple[int, ...]:
         """Shape of the whole parameter of which each of `size` tensor-parallel ranks holds `shape`."""
@@ -67,13 +75,17 @@ class Rule(ABC):
         """The whole parameter out of what each tensor-parallel rank holds; the inverse of `shard`."""
         return shards[0] if self.parallel_dim is None else torch.cat(list(shards), self.parallel_dim)
 
-    def in_layer(self, layer: int) -> Self:
-        """The same rule for one decoder layer."""
+    def numbered(self, kind: str, number: int) -> Self:
+        """The same rule with `{kind}` in its names replaced."""
 
-        def number(names: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(name.replace("{layer}", str(layer)) for name in names)
+        def spell_out(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name.replace(f"{{{kind}}}", str(number)) for name in names)
 
-        return replace(self, sources=number(self.sources), targets=number(self.targets))
+        return replace(self, sources=spell_out(self.sources), targets=spell_out(self.targets))
+
+    def in_layer(self, layer: int) -> Iterator[Rule]:
+        """The rules of one decoder layer."""
+        yield self.numbered("layer", layer)
 
 
 class Direct(Rule):
@@ -122,6 +134,15 @@ class QueryKeyValue(Rule):
         return tuple(part.flatten(0, 1) for part in groups.split(sizes, dim=1))
 
 
+def _shard_of_halves(tensor: Tensor, rank: int, size: int) -> Tensor:
+    """A part of the first half, gate, and one of the second, up."""
+    return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+
+
+def _unshard_halves(shards: Sequence[Tensor]) -> Tensor:
+    return torch.cat([half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves])
+
+
 class GateUp(Rule):
     """Gate [F, H] and up [F, H]; in the model [2*F, H], gate first. A tensor-parallel rank holds a part of each."""
 
@@ -132,10 +153,85 @@ class GateUp(Rule):
         return tensor.chunk(2)
 
     def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
-        return torch.cat([half.chunk(size)[rank] for half in tensor.chunk(2)])
+        return _shard_of_halves(tensor, rank, size)
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        return torch.cat([half for halves in zip(*(shard.chunk(2) for shard in shards), strict=True) for half in halves])
+        return _unshard_halves(shards)
+
+
+@dataclass(frozen=True)
+class _EachExpert(Rule):
+    """A rule for every expert of a layer. `{expert}` in names stands for the expert's number."""
+
+    num_experts: int = field(kw_only=True)
+
+    is_expert: ClassVar[bool] = True
+
+    def in_layer(self, layer: int) -> Iterator[Rule]:
+        in_layer = self.numbered("layer", layer)
+        yield from (in_layer.numbered("expert", expert) for expert in range(self.num_experts))
+
+
+class ExpertDirect(_EachExpert, Direct):
+    """One expert's tensor as it is."""
+
+
+class ExpertGateUp(_EachExpert, GateUp):
+    """One expert's gate and up."""
+
+
+@dataclass(frozen=True)
+class FusedExperts(Rule):
+    """One expert's matrix out of one tensor of all experts. `{expert}` in targets stands for the expert's number."""
+
+    num_experts: int = field(kw_only=True)
+    expert: int = field(kw_only=True, default=0)
+
+    is_expert: ClassVar[bool] = True
+
+    def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        return tensors[0].squeeze(0)
+
+    def separate(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return (tensor.unsqueeze(0),)
+
+    def source_shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        return [(self.num_experts, *shape)] * len(self.sources)
+
+    def source_slices(self, shape: Sequence[int], rank: int, size: int) -> list[tuple[slice, ...]]:
+        rows, columns = (
+            slice(rank * length, (rank + 1) * length) if dim == self.parallel_dim else slice(0, length) for dim, length in enumerate(shape)
+        )
+        return [(self._own, rows, columns)]
+
+    @property
+    def _own(self) -> slice:
+        return slice(self.expert, self.expert + 1)
+
+    def in_layer(self, layer: int) -> Iterator[Rule]:
+        in_layer = self.numbered("layer", layer)
+        yield from (replace(in_layer.numbered("expert", expert), expert=expert) for expert in range(self.num_experts))
+
+
+class FusedGateUpExperts(FusedExperts):
+    """One expert's [2*F, H] out of [E, 2*F, H], gate first in both: two parts of one source. A rank holds a part of gate and of up."""
+
+    def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        return torch.cat([part.squeeze(0) for part in tensors])
+
+    def separate(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.unsqueeze(0).chunk(2, dim=1)
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return _shard_of_halves(tensor, rank, size)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return _unshard_halves(shards)
+
+    def source_slices(self, shape: Sequence[int], rank: int, size: int) -> list[tuple[slice, ...]]:
+        length = shape[0] // 2
+        starts = (rank * length, (size + rank) * length)
+        return [(self._own, slice(start, start + length), slice(0, shape[1])) for start in starts]
 
 
 @dataclass(frozen=True)
@@ -159,6 +255,8 @@ class NameTable:
     """Sources that are copies of another one: {copy: original}. They may be stored or not; empty where nothing is tied."""
     base_prefix: str
     """What precedes names in the full model and not in its base model. `transformers` reads either, with or without it."""
+    carried: tuple[str, ...] = ()
+    """What sources begin with that are no part of the model: they are not read, and exported as they were."""
 
     def pair(self, targets: Sequence[str]) -> dict[str, Rule]:
         """The rule of each of the model's parameters, with the names spelled out.
@@ -172,6 +270,19 @@ class NameTable:
         assert not unpaired, f"the name table has no rule for {unpaired}"
         return {target: self._untied(by_target[target]) for target in targets}
 
+    def to_sources(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole parameters, or their gradients, of all the model as the checkpoint's tensors."""
+        sources: dict[str, Tensor] = {}
+        for target, rule in self.pair(list(tensors)).items():
+            tensor = tensors[target]
+            shapes, slices = rule.source_shapes(tensor.shape), rule.source_slices(tensor.shape, 0, 1)
+            for name, shape, index, part in zip(rule.sources, shapes, slices, rule.separate(tensor), strict=True):
+                if name not in sources:
+                    sources[name] = part.new_empty(shape) if index else part
+                if index:
+                    sources[name][index] = part
+        return sources
+
     def _untied[T: Rule](self, rule: T) -> T:
         sources = tuple(self.tied.get(source, source) for source in rule.sources)
         return rule if sources == rule.sources else replace(rule, sources=sources)
@@ -179,9 +290,12 @@ class NameTable:
     def _numbered_rules(self) -> Iterator[Rule]:
         for rule in self.rules:
             if isinstance(rule, Rule) and "{layer}" in rule.sources[0]:
-                yield from (rule.in_layer(layer) for layer in range(self.num_layers))
+                yield from itertools.chain.from_iterable(rule.in_layer(layer) for layer in range(self.num_layers))
             elif isinstance(rule, Rule):
                 yield rule
+
+    def is_carried(self, source: str) -> bool:
+        return bool(self.carried) and source.startswith(self.carried)
 
     def canonical_name(self, stored: str, sources: set[str]) -> str:
         """The name in this table of a tensor stored under today's or an older name; `stored` itself where there is none."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from swiftcp.checkpoint.name_table import NameTable
+from swiftcp.checkpoint.name_table import NameTable, Rule
 from swiftcp.errors import CheckpointError
+from swiftcp.parallel.mesh import Mesh
 
 
 def is_first_rank() -> bool:
@@ -33,18 +35,54 @@ def gather_all(value: Any) -> list[Any]:
     return values
 
 
-def whole_tensors(tensors: Mapping[str, Tensor], table: NameTable, tp_group: dist.ProcessGroup) -> Iterator[tuple[str, Tensor]]:
-    """(name in the checkpoint, tensor) out of what each tensor-parallel rank holds of parameters, or of their gradients.
+def whole_tensors(tensors: Mapping[str, Tensor], table: NameTable, mesh: Mesh) -> Iterator[tuple[str, Tensor]]:
+    """(name in the checkpoint, tensor) out of what each rank of a pipeline stage holds of parameters, or of their gradients.
 
-    On all ranks of the group, which call it together; one parameter is whole at a time.
+    On all ranks of the stage, which call it together; one parameter is whole at a time, or the experts of one layer.
     """
-    for target, rule in table.pair(list(tensors)).items():
-        tensor = tensors[target].detach().contiguous()
-        if rule.parallel_dim is not None and tp_group.size() > 1:
-            shards = [torch.empty_like(tensor) for _ in range(tp_group.size())]
-            dist.all_gather(shards, tensor, group=tp_group)
-            tensor = rule.unshard(shards)
-        yield from zip(rule.sources, rule.separate(tensor), strict=True)
+    rules = table.pair(list(tensors))
+    awaited = Counter(name for rule in rules.values() if rule.is_expert for name in rule.sources)
+    others = _names_of_other_experts(rules.values(), mesh)
+    fused: dict[str, Tensor] = {}
+    for target, rule in rules.items():
+        tensor = _unsharded(tensors[target].detach().contiguous(), rule, mesh.expert_tp_group if rule.is_expert else mesh.tp_group)
+        parts = zip(rule.sources, rule.separate(tensor), strict=True)
+        if not rule.is_expert:
+            yield from parts
+            continue
+        shapes, slices = rule.source_shapes(tensor.shape), rule.source_slices(tensor.shape, 0, 1)
+        for (name, part), shape, index in zip(parts, shapes, slices, strict=True):
+            if not index:
+                yield from zip(others.pop(name), _gathered(part.contiguous(), mesh.ep_group), strict=True)
+                continue
+            if name not in fused:
+                fused[name] = part.new_zeros(shape)
+            fused[name][index] = part
+            awaited[name] -= 1
+            if not awaited[name]:
+                dist.all_reduce(fused[name], group=mesh.ep_group)  # zeros where other ranks have their experts
+                yield name, fused.pop(name)
+
+
+def _names_of_other_experts(rules: Iterable[Rule], mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """For each tensor of an expert here: those that stand in its place on the ranks that have other experts, by rank."""
+    own = [name for rule in rules if rule.is_expert for name in rule.sources]
+    of_ranks: list[Any] = [None] * mesh.ep_group.size()
+    if own:
+        dist.all_gather_object(of_ranks, own, group=mesh.ep_group)
+    return dict(zip(own, zip(*of_ranks, strict=True), strict=True)) if own else {}
+
+
+def _gathered(tensor: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    parts = [torch.empty_like(tensor) for _ in range(group.size())]
+    dist.all_gather(parts, tensor, group=group)
+    return parts
+
+
+def _unsharded(tensor: Tensor, rule: Rule, group: dist.ProcessGroup) -> Tensor:
+    if rule.parallel_dim is None or group.size() == 1:
+        return tensor
+    return rule.unshard(_gathered(tensor, group))
 
 
 def from_first_rank(value: Any) -> Any:

@@ -10,7 +10,17 @@ from pydantic import NonNegativeInt, PositiveInt
 
 from swiftcp.config.case import Case, Finding, round_up
 from swiftcp.config.checks import BENCH_RULES, check
-from swiftcp.config.concerns import Concern, FreezeConfig, OptimizerConfig, ParallelConfig, PathText, RecomputeConfig, RuntimeConfig
+from swiftcp.config.concerns import (
+    Concern,
+    FreezeConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PathText,
+    RecomputeConfig,
+    RouterConfig,
+    RouterLossConfig,
+    RuntimeConfig,
+)
 from swiftcp.config.defaults import fill_defaults
 from swiftcp.config.facts import Machine, ModelFacts
 from swiftcp.config.layout_checks import describe_layout
@@ -26,7 +36,7 @@ class WorkConfig(Concern):
     panel = "Work"
 
     shape: PathText = "qwen3_vl_2b"
-    """A public model by name (qwen3_vl_2b, _4b, _8b, _32b), or the config.json of any; weights are random."""
+    """A public model by name (qwen3_vl_2b, _4b, _8b, _32b, _30b_a3b, _235b_a22b), or the config.json of any; weights are random."""
     torch_dtype: Literal["bfloat16", "float32"] | None = None
     """Number format of weights and activations. Default: bfloat16 on CUDA, float32 on a CPU."""
     num_tokens: PositiveInt = 32768
@@ -47,7 +57,9 @@ class WorkConfig(Concern):
     """List the kernels that took most time in one more step."""
 
 
-class BenchConfig(WorkConfig, FreezeConfig, OptimizerConfig, ParallelConfig, RecomputeConfig, RuntimeConfig):
+class BenchConfig(
+    WorkConfig, FreezeConfig, OptimizerConfig, ParallelConfig, RouterConfig, RouterLossConfig, RecomputeConfig, RuntimeConfig
+):
     """`swiftcp bench`."""
 
 

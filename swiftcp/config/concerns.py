@@ -7,6 +7,7 @@ filled in by `swiftcp.config.validate`, as the docstring says, unless it says th
 from __future__ import annotations
 
 import os
+from math import lcm
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -197,6 +198,10 @@ class ParallelConfig(Concern):
     """How ranks that share a sequence exchange keys and values in Transformer Engine's attention."""
     hierarchical_context_parallel_sizes: list[PositiveInt] | None = None
     """With `cp_comm_type` a2a+p2p: ranks of the inner (a2a) and number of the outer (p2p) groups; their product is cp."""
+    expert_model_parallel_size: PositiveInt = 1
+    """Ranks that the experts of each layer are spread over (ep): ranks of tp x cp x dp, of one pipeline stage."""
+    expert_tensor_parallel_size: PositiveInt = 1
+    """Ranks that share each expert's matrices (etp), whatever tp is."""
     attention_backend: Literal["auto", "te", "torch"] = "auto"
     """Core attention: `te` is Transformer Engine's (flash or fused, as it sees fit), `torch` runs everywhere, `auto` says what it took."""
 
@@ -204,6 +209,36 @@ class ParallelConfig(Concern):
     def model_parallel_size(self) -> int:
         """Ranks of one replica of the model: tp x pp x cp."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    @property
+    def expert_parallel_size(self) -> int:
+        """Ranks that hold all experts once: pp x ep x etp."""
+        return self.pipeline_model_parallel_size * self.expert_model_parallel_size * self.expert_tensor_parallel_size
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The smallest world that replicas of the model and of its experts both divide."""
+        return lcm(self.model_parallel_size, self.expert_parallel_size)
+
+
+class RouterConfig(Concern):
+    """How tokens find their experts, in models that have experts."""
+
+    panel = "Experts"
+
+    moe_router_dtype: Literal["fp32", "none"] = "fp32"
+    """Number format in which routers multiply: fp32, or that of the model (none), as `transformers` does; their softmax is fp32."""
+
+
+class RouterLossConfig(Concern):
+    """What routers are trained for, beside the loss of the labels."""
+
+    panel = "Experts"
+
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of each layer's load-balancing loss, which is 1 where experts are used evenly. It does not depend on the number of labels."""
+    moe_z_loss_coeff: NonNegativeFloat | None = None
+    """Weight of each layer's mean squared log-sum-exp of the router's logits. None: no such loss."""
 
 
 class RecomputeConfig(Concern):
@@ -217,8 +252,9 @@ class RecomputeConfig(Concern):
     """With `full`: all layers in groups of `recompute_num_layers`, or only the first `recompute_num_layers`. Default: uniform."""
     recompute_num_layers: PositiveInt | None = None
     """With `full`: layers of a group (uniform), or layers to recompute (block). Default: 1 for uniform."""
-    recompute_modules: list[Literal["core_attn", "mlp", "layernorm"]] | None = None
-    """With `selective`: parts of a layer, of core_attn, mlp and layernorm. Default: core_attn."""
+    recompute_modules: list[Literal["core_attn", "mlp", "layernorm", "moe", "moe_act"]] | None = None
+    """With `selective`: parts of a layer: core_attn, mlp (of dense layers), layernorm, moe (routers and experts), moe_act (the experts'
+    activation). Default: core_attn."""
     vit_gradient_checkpointing: bool = True
     """Recompute the layers of the vision tower in the backward pass."""
 
@@ -273,7 +309,7 @@ class RuntimeConfig(Concern):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` is cuda where a GPU is found, else cpu."""
     nproc_per_node: PositiveInt | None = None
-    """Ranks on this machine. Default: every GPU, or tp x pp x cp on a CPU."""
+    """Ranks on this machine. Default: every GPU, or on a CPU tp x pp x cp, multiplied up until pp x ep x etp divides it."""
 
 
 class ModeConfig(Concern):
@@ -304,6 +340,8 @@ class TrainConfig(
     TrainingConfig,
     OptimizerConfig,
     ParallelConfig,
+    RouterConfig,
+    RouterLossConfig,
     RecomputeConfig,
     CheckpointConfig,
     LoggingConfig,
@@ -312,9 +350,11 @@ class TrainConfig(
     """`swiftcp sft` and `swiftcp pt`."""
 
 
-class LogprobsConfig(ModelConfig, DataConfig, ModeConfig, LogprobsOutputConfig, PackingConfig, MediaConfig, ParallelConfig, RuntimeConfig):
+class LogprobsConfig(
+    ModelConfig, DataConfig, ModeConfig, LogprobsOutputConfig, PackingConfig, MediaConfig, ParallelConfig, RouterConfig, RuntimeConfig
+):
     """`swiftcp logprobs`."""
 
 
-class ParityConfig(ModelConfig, DataConfig, ModeConfig, PackingConfig, MediaConfig, ParallelConfig, RuntimeConfig):
+class ParityConfig(ModelConfig, DataConfig, ModeConfig, PackingConfig, MediaConfig, ParallelConfig, RouterConfig, RuntimeConfig):
     """`swiftcp parity`."""

@@ -10,7 +10,7 @@ from pathlib import Path
 from swiftcp.config.paths import missing
 from swiftcp.errors import ConfigError
 
-SUPPORTED_MODEL_TYPES = ("qwen3_vl",)
+SUPPORTED_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker")
 _PIXELS_PER_TOKEN = 32 * 32
 """Qwen3-VL: patches of 16 x 16 pixels, 2 x 2 of them merged."""
 
@@ -41,6 +41,10 @@ class ModelFacts:
     max_position_embeddings: int
     """Longest sequence the model was made for, in tokens."""
     pixels_per_token: int
+    num_experts: int = 0
+    """Of a layer that has any; 0 where all layers are dense."""
+    moe_intermediate_size: int = 0
+    """Width of an expert."""
 
 
 def _read_json(folder: Path) -> dict:
@@ -80,8 +84,9 @@ def _facts(config: dict, file: Path) -> ModelFacts:
     if model_type not in SUPPORTED_MODEL_TYPES:
         supported = ", ".join(SUPPORTED_MODEL_TYPES)
         raise ConfigError(f"model_type '{model_type}' of {file} is not supported: use a model of {supported}")
-    text = config.get("text_config", {})
-    vision = config.get("vision_config", {})
+    described = config.get("thinker_config", config)  # Qwen3-Omni has a part that is trained, and others
+    text = described.get("text_config", {})
+    vision = described.get("vision_config", {})
     try:
         num_attention_heads = int(text["num_attention_heads"])
         return ModelFacts(
@@ -92,6 +97,8 @@ def _facts(config: dict, file: Path) -> ModelFacts:
             num_deepstack_levels=len(vision["deepstack_visual_indexes"]),
             max_position_embeddings=int(text["max_position_embeddings"]),
             pixels_per_token=(int(vision["patch_size"]) * int(vision["spatial_merge_size"])) ** 2,
+            num_experts=int(text.get("num_experts", text.get("num_local_experts", 0))),
+            moe_intermediate_size=int(text.get("moe_intermediate_size", 0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} lacks a size or has a wrong one ({error}): download the model again") from None

@@ -41,6 +41,35 @@ def _tensor_parallel(case: Case) -> Iterator[Finding]:
             )
 
 
+def _experts(case: Case) -> Iterator[Finding]:
+    """Each rank holds the same number of experts, and the same number of columns of each."""
+    config, facts = case.config, case.facts
+    sizes = {key: getattr(config, key) for key in ("expert_model_parallel_size", "expert_tensor_parallel_size")}
+    if facts is None:
+        return
+    if not facts.num_experts:
+        yield from ((key, f"{key} {size}, but the model has no experts: leave it out") for key, size in sizes.items() if size > 1)
+        return
+    divided = {"num_experts": "expert_model_parallel_size", "moe_intermediate_size": "expert_tensor_parallel_size"}
+    for name, key in divided.items():
+        if (total := getattr(facts, name)) % sizes[key]:
+            yield key, f"{name} {total} of the model is no multiple of {key} {sizes[key]}: set it to a divisor of {total}"
+    world_size = case.machine.world_size
+    if world_size % config.expert_parallel_size:
+        yield (
+            "expert_model_parallel_size",
+            f"world {world_size} is no multiple of pp {config.pipeline_model_parallel_size} x ep {sizes['expert_model_parallel_size']} x "
+            f"etp {sizes['expert_tensor_parallel_size']} = {config.expert_parallel_size}: start "
+            f"{round_up(world_size, config.fewest_ranks)} ranks (nproc_per_node), or set sizes whose product divides it",
+        )
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        yield (
+            "sequence_parallel",
+            f"experts with tensor_model_parallel_size {config.tensor_model_parallel_size} need each token on one rank: "
+            "set sequence_parallel true",
+        )
+
+
 def _heads(case: Case) -> Iterator[Finding]:
     """a2a spreads the heads of a tensor-parallel rank over the ranks of a context-parallel group, or of its inner part."""
     config, facts = case.config, case.facts
@@ -167,6 +196,7 @@ def _packs_of_sequence_parallel(case: Case) -> Iterator[Finding]:
 LAYOUT_RULES: tuple[Rule, ...] = (
     _world,
     _tensor_parallel,
+    _experts,
     _hierarchical,
     _heads,
     _pipeline,
@@ -181,11 +211,17 @@ def _warn_without_effect(case: Case) -> Iterator[Finding]:
         yield "sequence_parallel", "sequence_parallel has no effect with tensor_model_parallel_size 1"
     if config.hierarchical_context_parallel_sizes is not None and config.cp_comm_type != "a2a+p2p":
         yield "hierarchical_context_parallel_sizes", "hierarchical_context_parallel_sizes has no effect without cp_comm_type a2a+p2p"
+    if case.facts and not case.facts.num_experts:
+        keys = ("moe_router_dtype", "moe_aux_loss_coeff", "moe_z_loss_coeff")
+        yield from ((key, f"{key} has no effect: the model has no experts") for key in keys if hasattr(config, key) and case.given(key))
 
 
 TESTED = frozenset(
     frozenset(axes.split())
-    for axes in ("", "dp", "cp", "cp dp", "tp", "tp sp", "tp sp cp", "tp sp dp", "tp sp pp", "pp", "pp cp", "pp dp", "pp vpp", "pp vpp cp")
+    for axes in (
+        *("", "dp", "cp", "cp dp", "tp", "tp sp", "tp sp cp", "tp sp dp", "tp sp pp", "pp", "pp cp", "pp dp", "pp vpp", "pp vpp cp"),
+        *("ep dp", "ep cp", "ep tp sp", "etp tp sp", "ep cp pp", "ep etp cp tp sp"),
+    )
 )
 """Combinations that the tests compare with one rank; the table of docs/layouts.md."""
 
@@ -200,6 +236,8 @@ def axes_in_use(case: Case) -> frozenset[str]:
         "dp": (case.data_parallel_size or 1) > 1,
         "pp": config.pipeline_model_parallel_size > 1,
         "vpp": config.virtual_pipeline_model_parallel_size is not None,
+        "ep": config.expert_model_parallel_size > 1,
+        "etp": config.expert_tensor_parallel_size > 1,
     }
     return frozenset(axis for axis, is_used in used.items() if is_used)
 
@@ -207,7 +245,8 @@ def axes_in_use(case: Case) -> frozenset[str]:
 def _warn_untested(case: Case) -> Iterator[Finding]:
     used = axes_in_use(case)
     if used not in TESTED:
-        key = "tensor_model_parallel_size" if "tp" in used else "pipeline_model_parallel_size"
+        axes = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size", "ep": "expert_model_parallel_size"}
+        key = next((key for axis, key in axes.items() if axis in used), "expert_tensor_parallel_size")
         yield key, f"{' + '.join(sorted(used))} together are not among the layouts that are tested: check yours with swiftcp parity"
 
 
@@ -220,4 +259,6 @@ def describe_layout(case: Case) -> str:
     sizes = {"tp": config.tensor_model_parallel_size, "pp": config.pipeline_model_parallel_size}
     axes = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
     axes += [f"cp {config.context_parallel_size}", f"dp {case.data_parallel_size}"]
-    return f"world {case.machine.world_size} = {' x '.join(axes)}"
+    experts = {"ep": config.expert_model_parallel_size, "etp": config.expert_tensor_parallel_size}
+    spread = " x ".join(f"{axis} {size}" for axis, size in experts.items() if size > 1)
+    return f"world {case.machine.world_size} = {' x '.join(axes)}" + (f", experts over {spread}" if spread else "")

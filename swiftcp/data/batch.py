@@ -77,6 +77,8 @@ class Sample:
     """int64, or float32 in a family that has times between whole positions."""
     visual: VisualItems | None = None
     audio: AudioItems | None = None
+    seconds_per_grid_W: Tensor | None = None
+    """float32: of each video, between two rows of frames in its grid. The positions hold them already."""
 
     def __len__(self) -> int:
         return self.input_ids_L.numel()
@@ -103,6 +105,13 @@ class Batch:
     """Data set row of each sample, in stream order; empty for a filler."""
     visual: VisualItems | None = None
     audio: AudioItems | None = None
+    mean_labels: float | None = None
+    """Labelled tokens of a micro-batch, on average over those of the global batch that hold rows; None: as many as this one has."""
+
+    @property
+    def num_labels(self) -> int:
+        """Tokens with a label and a weight above 0."""
+        return int(((self.labels_BS != IGNORED_LABEL) & (self.weights_BS > 0)).sum())
 
     @property
     def packed(self) -> bool:
@@ -180,6 +189,7 @@ def collate_pack(
         rows=tuple(s.row for s in samples),
         visual=_merge([sample.visual for sample in samples], offsets),
         audio=_merge([sample.audio for sample in samples], offsets),
+        mean_labels=None,
     )
 
 
@@ -201,4 +211,5 @@ def collate_rows(
         rows=tuple(s.row for s in samples),
         visual=_merge([sample.visual for sample in samples], offsets),
         audio=_merge([sample.audio for sample in samples], offsets),
+        mean_labels=None,
     )

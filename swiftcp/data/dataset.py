@@ -51,6 +51,8 @@ class RowScan:
     """Indices of the good rows."""
     lengths: tuple[int, ...]
     """Tokens of each good row."""
+    labels: tuple[int, ...]
+    """Labelled tokens of each."""
     bad_rows: tuple[BadRow, ...]
     deleted_rows: tuple[BadRow, ...]
     """Good rows above `max_length`, where `truncation_strategy` deletes them."""
@@ -75,44 +77,45 @@ def scan_rows(
         progress: called with (rows done, rows in all).
     """
     measure = _Measure(rows, encoder, check_media)
-    kept, lengths = [], []
+    kept, lengths, labels = [], [], []
     bad: list[BadRow] = []
     deleted: list[BadRow] = []
     longest, digest = 0, hashlib.sha256()
     if len(rows) < _FEW_ROWS:
         num_workers = 0
     measured = map_in_order(measure, range(len(rows)), num_workers=num_workers, prefetch_factor=16)
-    for index, (found, length, row_digest) in enumerate(measured):
+    for index, (found, length, num_labels, row_digest) in enumerate(measured):
         longest = max(longest, length)
         if found is None:
             kept.append(index)
             lengths.append(length)
+            labels.append(num_labels)
             digest.update(row_digest)
         else:
             (deleted if found.kind == "length" and encoder.truncation_strategy == "delete" else bad).append(found)
         if progress is not None:
             progress(index + 1, len(rows))
-    return RowScan(tuple(kept), tuple(lengths), tuple(bad), tuple(deleted), longest, digest.hexdigest())
+    return RowScan(tuple(kept), tuple(lengths), tuple(labels), tuple(bad), tuple(deleted), longest, digest.hexdigest())
 
 
 class _Measure:
-    """(what is wrong with a row, its length, its digest) of the row at an index; the length is 0 where it is unknown."""
+    """(what is wrong with a row, its length, its labelled tokens, its digest) of the row at an index; 0 for what is unknown."""
 
     def __init__(self, rows: Rows, encoder: RowEncoder, check_media: bool) -> None:
         self._rows, self._encoder, self._check_media = rows, encoder, check_media
 
-    def __call__(self, index: int) -> tuple[BadRow | None, int, bytes]:
-        length, limit = 0, self._encoder.max_length
+    def __call__(self, index: int) -> tuple[BadRow | None, int, int, bytes]:
+        length, num_labels, limit = 0, 0, self._encoder.max_length
         try:
             row = self._rows[index]
-            length = self._encoder.length(row)
+            length, num_labels = self._encoder.measure(row)
             if limit is not None and length > limit:
                 raise row.error(f"the row has {length} tokens, max_length is {limit}: raise it, or shorten or delete the row", "length")
             if self._check_media:
                 self._encoder.check_media(row)
         except RowError as error:
-            return BadRow(str(error.file), error.line, error.reason, error.kind), length, b""
-        return None, length, _digest(row)
+            return BadRow(str(error.file), error.line, error.reason, error.kind), length, num_labels, b""
+        return None, length, num_labels, _digest(row)
 
 
 def _digest(row: Row) -> bytes:
@@ -134,6 +137,7 @@ class EncodedDataset:
         self.encoder = encoder
         self.kept = scan.kept
         self.lengths = scan.lengths
+        self.labels = scan.labels
         self.digest = scan.digest
         self.dropped: tuple[BadRow, ...] = (*scan.bad_rows, *scan.deleted_rows)
         """For bad_rows.jsonl."""
@@ -172,8 +176,8 @@ class EncodedDataset:
 
     def _select(self, places: Iterable[int]) -> EncodedDataset:
         places = tuple(places)
-        kept, lengths = tuple(self.kept[i] for i in places), tuple(self.lengths[i] for i in places)
-        scan = RowScan(kept, lengths, self.dropped, (), 0, self.digest)
+        kept, lengths, labels = (tuple(values[i] for i in places) for values in (self.kept, self.lengths, self.labels))
+        scan = RowScan(kept, lengths, labels, self.dropped, (), 0, self.digest)
         return EncodedDataset(self.rows, self.encoder, scan)
 
 

@@ -77,15 +77,19 @@ class RowEncoder:
         return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
     def length(self, row: Row) -> int:
-        """Tokens of the row's sample, from its text and the sizes of its media.
+        """Tokens of the row's sample; see `measure`."""
+        return self.measure(row)[0]
+
+    def measure(self, row: Row) -> tuple[int, int]:
+        """Tokens of the row's sample, and how many of them are predicted in training; from its text and the sizes of its media.
 
         Raises:
             RowError: the row cannot become a sample.
         """
         with _naming(row):
             rendered = self._render(row)
-            text, _ = self._expand(row, rendered, self._plan(row, self._sounds.lengths(row)))
-            return len(self._tokenize(text)["input_ids"])
+            input_ids_L, _, weights_L = self._tokens(row, rendered, self._plan(row, self._sounds.lengths(row)))
+            return input_ids_L.numel(), int((weights_L[1:] > 0).sum())
 
     def is_trained(self, row: Row) -> bool:
         """Whether any of the row's text is trained: `loss` and `weight` may leave none.
@@ -115,30 +119,34 @@ class RowEncoder:
         with _naming(row):
             rendered, clips = self._render(row), self._sounds.read(row) if self._decode_media else []
             plan = self._plan(row, [clip.size for clip in clips] if self._decode_media else self._sounds.lengths(row))
-            text, weights_C = self._expand(row, rendered, plan)
-            tokens = self._tokenize(text)
-            input_ids_L = torch.tensor(tokens["input_ids"], dtype=torch.int64)
-            labels_L, weights_L = _label(input_ids_L, np.array(tokens["offset_mapping"]).reshape(-1, 2), weights_C)
-            labels_L[torch.isin(input_ids_L, self._media_token_ids())] = IGNORED_LABEL
+            input_ids_L, labels_L, weights_L = self._tokens(row, rendered, plan)
             return Sample(
                 row=index,
                 input_ids_L=input_ids_L,
                 labels_L=labels_L,
-                weights_L=torch.where(labels_L == IGNORED_LABEL, 0.0, weights_L),
+                weights_L=weights_L,
                 position_ids_3L=self._position_ids(
                     input_ids_L, _or_none(plan.image_grid_thw), _or_none(plan.video_grid_thw), _or_none(plan.seconds_per_grid_W)
                 ),
                 visual=self._visual_items(row, plan, input_ids_L) if row.images or row.videos else None,
                 audio=self._audio_items(clips, plan, input_ids_L) if row.sounds else None,
+                seconds_per_grid_W=_or_none(plan.seconds_per_grid_W),
             )
+
+    def _tokens(self, row: Row, rendered: Rendered, plan: MediaPlan) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids, labels and weights, [L] each."""
+        text, weights_C = self._expand(row, rendered, plan)
+        tokens = self._tokenize(text)
+        input_ids_L = torch.tensor(tokens["input_ids"], dtype=torch.int64)
+        labels_L, weights_L = _label(input_ids_L, np.array(tokens["offset_mapping"]).reshape(-1, 2), weights_C)
+        labels_L[torch.isin(input_ids_L, self._media_token_ids())] = IGNORED_LABEL
+        return input_ids_L, labels_L, torch.where(labels_L == IGNORED_LABEL, 0.0, weights_L)
 
     def _plan(self, row: Row, lengths: Sequence[int]) -> MediaPlan:
         """Grids, frames and lengths of all media, given the samples of each sound."""
         return replace(self._visuals.plan(row), num_frames_A=self._sounds.num_frames(lengths))
 
     def _render(self, row: Row) -> Rendered:
-        if row.sounds and not hasattr(self._processor, "audio_token"):
-            raise DataError("the row has sound, which the checkpoint cannot hear: remove audios and use_audio_in_video")
         rendered = self._template.sft(row) if self.mode == "sft" else self._template.pt(row)
         for kind, parts in (("image", row.images), ("video", row.videos), ("audio", row.audios)):
             token = getattr(self._processor, f"{kind}_token", None)

@@ -6,8 +6,9 @@ made from rows without any random draw, and so are the same with any number of w
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swiftcp.data.batch import Batch, Sample, collate_pack, collate_rows
 from swiftcp.data.dataset import EncodedDataset
@@ -56,14 +57,26 @@ class BatchLayout:
 
 
 class _MakeBatch:
-    """The batch of one micro-batch; what worker processes run."""
+    """The batch of one micro-batch, and the mean number of labels of its global batch's; what worker processes run."""
 
     def __init__(self, dataset: EncodedDataset, layout: BatchLayout) -> None:
         self._dataset, self._layout = dataset, layout
 
-    def __call__(self, packs: tuple[Pack, ...]) -> Batch:
+    def __call__(self, job: tuple[tuple[Pack, ...], float | None]) -> Batch:
+        packs, mean_labels = job
         samples = [self._dataset[place] for pack in packs for place in pack]
-        return self._layout.collate(samples, self._dataset.encoder.pad_token_id)
+        return replace(self._layout.collate(samples, self._dataset.encoder.pad_token_id), mean_labels=mean_labels)
+
+
+def mean_labels(packs: Sequence[Pack], labels: Sequence[int], micro_batch_size: int) -> float:
+    """Labelled tokens of a micro-batch, on average over those that hold rows; the same in every layout.
+
+    Args:
+        packs: of a global batch.
+        labels: labelled tokens of each row of the data set.
+    """
+    num_filled = sum(any(micro_batch) for micro_batch in itertools.batched(packs, micro_batch_size))
+    return sum(labels[place] for pack in packs for place in pack) / max(num_filled, 1)
 
 
 class BatchStream:
@@ -88,9 +101,11 @@ class BatchStream:
     def __iter__(self) -> Iterator[Batch]:
         return map_in_order(_MakeBatch(self._dataset, self._layout), self._micro_batches(), num_workers=self._num_workers)
 
-    def _micro_batches(self) -> Iterator[tuple[Pack, ...]]:
+    def _micro_batches(self) -> Iterator[tuple[tuple[Pack, ...], float]]:
         for step in range(self._start_step, self._plan.num_steps):
-            yield from self._layout.of_rank(self._plan.step(step))
+            packs = self._plan.step(step)
+            mean = mean_labels(packs, self._dataset.labels, self._layout.micro_batch_size)
+            yield from ((own, mean) for own in self._layout.of_rank(packs))
 
 
 def batches_in_order(dataset: EncodedDataset, layout: BatchLayout, *, num_workers: int = 0) -> Iterator[Batch]:
@@ -98,4 +113,5 @@ def batches_in_order(dataset: EncodedDataset, layout: BatchLayout, *, num_worker
 
     Every rank gets equally many micro-batches; the last ones may be fillers.
     """
-    return map_in_order(_MakeBatch(dataset, layout), layout.in_order(dataset.lengths), num_workers=num_workers)
+    jobs = ((packs, None) for packs in layout.in_order(dataset.lengths))
+    return map_in_order(_MakeBatch(dataset, layout), jobs, num_workers=num_workers)

@@ -18,6 +18,7 @@ from torch import Tensor
 from swiftcp.data.audio_files import num_samples, read_audio
 from swiftcp.data.media import MediaAccess, MediaError, label
 from swiftcp.data.rows import AudioPart, Row, VideoPart
+from swiftcp.errors import DataError
 
 
 class Sounds:
@@ -32,14 +33,17 @@ class Sounds:
 
         Raises:
             MediaError: a file cannot be read, has no track, or is too short to be heard.
+            DataError: the checkpoint hears nothing.
         """
-        lengths = [num_samples(self._source(part), row.file.parent, self._access, self._extractor.sampling_rate) for part in row.sounds]
+        lengths = [
+            num_samples(self._source(part), row.file.parent, self._access, self._extractor.sampling_rate) for part in self._heard(row)
+        ]
         self._check(row, lengths)
         return lengths
 
     def read(self, row: Row) -> list[np.ndarray]:
         """Each sound, [N] float32 at the extractor's rate. Raises MediaError as `lengths` does."""
-        clips = [read_audio(self._source(part), row.file.parent, self._access, self._extractor.sampling_rate) for part in row.sounds]
+        clips = [read_audio(self._source(part), row.file.parent, self._access, self._extractor.sampling_rate) for part in self._heard(row)]
         self._check(row, [clip.size for clip in clips])
         return clips
 
@@ -62,6 +66,11 @@ class Sounds:
         mask_AF = done["attention_mask"].bool()
         assert torch.equal(mask_AF.sum(1), self.num_frames([clip.size for clip in clips]))
         return done["input_features"].transpose(1, 2)[mask_AF].contiguous()
+
+    def _heard(self, row: Row) -> tuple[AudioPart | VideoPart, ...]:
+        if row.sounds and self._extractor is None:
+            raise DataError("the row has sound, which the checkpoint cannot hear: remove audios and use_audio_in_video")
+        return row.sounds
 
     def _source(self, part: AudioPart | VideoPart) -> str | bytes:
         if isinstance(part.source, tuple):

@@ -37,7 +37,7 @@ def transformer_config(
 
     Args:
         dtype: of the parameters and activations.
-        more: megatron-core's fields for recomputation and uneven pipeline stages.
+        more: megatron-core's fields for experts' losses, recomputation and uneven pipeline stages.
     """
     on_cpu = mesh.device.type == "cpu"
     fused_cp = backend == "te" and mesh.cp_size > 1
@@ -49,6 +49,8 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=mesh.num_chunks if mesh.num_chunks > 1 else None,
         batch_p2p_comm=mesh.num_chunks == 1,  # with several chunks it mixes up the messages of two stages (InterleavedCommunicator)
         context_parallel_size=mesh.cp_size,
+        expert_model_parallel_size=mesh.ep_size,
+        expert_tensor_parallel_size=mesh.expert_tp_size,
         cp_comm_type=cp_comm_type if fused_cp else None,
         hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes if fused_cp and cp_comm_type == "a2a+p2p" else None,
         params_dtype=dtype,
@@ -57,6 +59,8 @@ def transformer_config(
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # variable lengths ask for it, in dense models too
+        moe_grouped_gemm=backend == "te",
+        moe_permute_fusion=backend == "te",
         attention_dropout=0.0,
         hidden_dropout=0.0,
         use_cpu_initialization=on_cpu,
@@ -135,6 +139,7 @@ def build_model(
             pre_process=pre_process,
             post_process=post_process,
             vp_stage=vp_stage,
+            first_expert=mesh.ep_rank * (config.num_moe_experts or 0) // mesh.ep_size,
         )
     for tower in towers.values():
         _cast_parameters(tower, config.params_dtype)

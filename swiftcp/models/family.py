@@ -73,6 +73,11 @@ class Family(Protocol):
         ...
 
 
+def multimodal_config(hf_config: Any) -> Any:
+    """The configuration that has `text_config` and `vision_config`; that of a whole Qwen3-Omni holds it as its thinker's."""
+    return getattr(hf_config, "thinker_config", hf_config)
+
+
 def part_of(name: str, family: Family) -> Literal["llm", "vit", "aligner"]:
     """Which part of the bare model a parameter belongs to, as the keys `freeze_*` and `*_lr` count them."""
     if name.startswith(family.aligner_prefixes):

@@ -31,6 +31,8 @@ class ModelInputs:
     cu_seqlens: Tensor | None
     packed: PackedStream | None
     position_ids_3BS: Tensor
+    padding_mask_BS: Tensor
+    """[B, S / TP under sequence parallelism] bool, True at padding, for routers: padding takes no part in their losses."""
     tower_work: Mapping[str, TowerWork]
     """Of each tower, by its name; none on later pipeline stages."""
     local_features_W: Tensor
@@ -98,6 +100,11 @@ def _visual_share(slots_W: Tensor, num_slots: int, mesh: Mesh) -> tuple[Tensor, 
     return slots_W.split(shares)[mesh.tp_rank] - mesh.tp_rank * part, tuple(shares)
 
 
+def _sequence_share(values_BS: Tensor, mesh: Mesh) -> Tensor:
+    """What of the local tokens this tensor-parallel rank has between the matrices."""
+    return values_BS.chunk(mesh.tp_size, dim=1)[mesh.tp_rank] if mesh.sequence_parallel else values_BS
+
+
 def make_inputs(batch: Batch, mesh: Mesh, geometry: Geometry) -> ModelInputs:
     """Cut one micro-batch for this rank and send it to the rank's device; see `plan_inputs`."""
     return plan_inputs(batch, mesh, geometry).to(mesh.device)
@@ -144,6 +151,7 @@ def plan_inputs(batch: Batch, mesh: Mesh, geometry: Geometry) -> ModelInputs:
         cu_seqlens=None if packed is None else packed.cu_seqlens_q,
         packed=packed,
         position_ids_3BS=local(batch.position_ids_3BS),
+        padding_mask_BS=_sequence_share(local(batch.padding_mask_BS), mesh),
         tower_work=work,
         local_features_W=_at(local_feature_BS, visual_slots),
         local_visual_slots_W=own_visual_slots,

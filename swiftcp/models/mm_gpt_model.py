@@ -10,6 +10,7 @@ W those whose token is local, N labelled local tokens. Under sequence parallelis
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import cast
 
@@ -33,6 +34,8 @@ from swiftcp.models.towers import Tower, encode
 from swiftcp.parallel.collectives import scatter_shares
 from swiftcp.parallel.context import split_cp_inputs
 
+EXPERT_NUMBER = re.compile(r"(?<=\.local_experts\.)\d+|(?<=\.experts\.linear_fc[12]\.weight)\d+")
+"""Where names of megatron-core's experts hold their number, one after the other and grouped."""
 LAYERS = "language_model.decoder.layers."
 
 
@@ -67,6 +70,7 @@ class MultimodalGPTModel(MegatronModule):
         pre_process: bool = True,
         post_process: bool = True,
         vp_stage: int | None = None,
+        first_expert: int = 0,
     ) -> None:
         """
         Args:
@@ -74,6 +78,7 @@ class MultimodalGPTModel(MegatronModule):
             pre_process: the chunk begins with the embedding.
             post_process: the chunk ends with the head.
             vp_stage: which of its pipeline stage's chunks this is; None where the stage has one alone.
+            first_expert: of each layer, the number of the first that this rank holds.
         """
         super().__init__(config=config)
         self.language_model = GPTModel(
@@ -95,6 +100,7 @@ class MultimodalGPTModel(MegatronModule):
         self.vocab_size = vocab_size
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = tied_head
+        self.first_expert = first_expert
         self.model_type = self.language_model.model_type
         if self.visual is not None:
             num_levels = cast(Tower, self.visual).feature_shape[0] - 1
@@ -114,10 +120,11 @@ class MultimodalGPTModel(MegatronModule):
         return self.language_model.shared_embedding_or_output_weight()
 
     def global_name(self, name: str) -> str:
-        """The name that a parameter of this chunk has in the whole model: layers count from the first one of all."""
+        """The name that a parameter of this chunk has in the whole model: layers and experts count from the first ones of all."""
         if not name.startswith(LAYERS):
             return name
         layer, _, rest = name.removeprefix(LAYERS).partition(".")
+        rest = EXPERT_NUMBER.sub(lambda match: str(int(match[0]) + self.first_expert), rest)
         return f"{LAYERS}{self.language_model.decoder.layers[int(layer)].layer_number - 1}.{rest}"
 
     def forward(self, inputs: ModelInputs) -> Tensor:
@@ -136,6 +143,7 @@ class MultimodalGPTModel(MegatronModule):
             context_mask=inputs.local_visual_slots_W,
             rotary_pos_emb=self.rotary(inputs.position_ids_3BS),
             packed_seq_params=inputs.packed,
+            padding_mask=None if self.config.num_moe_experts is None else inputs.padding_mask_BS,
         )
         if not self.post_process:
             return hidden_SBH

@@ -9,6 +9,9 @@ from swiftcp.models.family import Family
 
 _MODULES = {
     "qwen3_vl": "swiftcp.models.qwen3_vl",
+    "qwen3_vl_moe": "swiftcp.models.qwen3_vl_moe",
+    "qwen3_omni_moe": "swiftcp.models.qwen3_omni_moe",
+    "qwen3_omni_moe_thinker": "swiftcp.models.qwen3_omni_moe",
 }
 
 

@@ -156,7 +156,7 @@ def _distribution(name: str, shape: tuple[int, ...]) -> tuple[np.float32, np.flo
     """Mean and standard deviation of a parameter's entries."""
     if len(shape) == 1:
         return np.float32(name.endswith("weight")), np.float32(0.1)
-    fan_in = math.prod(shape[1:])
+    fan_in = math.prod(shape[2:] if ".experts." in name else shape[1:])
     return np.float32(0.0), np.float32(1.0 / math.sqrt(fan_in))
 
 
@@ -234,6 +234,23 @@ _VISION: dict[str, Any] = dict(
 )
 
 
+def _build_qwen3_vl_moe(tokenizer: TokenizersBackend, tie_word_embeddings: bool, num_layers: int) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """Layers of 4 experts, 2 of them for each token; the second layer is dense."""
+    import torch
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    experts: dict[str, Any] = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1])
+    config = Qwen3VLMoeConfig(
+        text_config=_text_config(tokenizer, tie_word_embeddings, num_layers) | experts,
+        vision_config=_VISION,
+        tie_word_embeddings=tie_word_embeddings,
+        **_media_token_ids(tokenizer),
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen3VLMoeForConditionalGeneration(config)
+    return model, _qwen3_vl_processor(tokenizer)
+
+
 def _build_qwen3_omni_moe(
     tokenizer: TokenizersBackend, tie_word_embeddings: bool, num_layers: int
 ) -> tuple[PreTrainedModel, ProcessorMixin]:
@@ -243,5 +260,6 @@ def _build_qwen3_omni_moe(
 _BUILDERS: dict[str, Callable[[TokenizersBackend, bool, int], tuple[PreTrainedModel, ProcessorMixin]]] = {
     "qwen3_vl": _build_qwen3_vl,
     "qwen3_omni_moe": _build_qwen3_omni_moe,
+    "qwen3_vl_moe": _build_qwen3_vl_moe,
 }
 _OWN_TOKENS = {"qwen3_omni_moe": AUDIO_TOKENS}

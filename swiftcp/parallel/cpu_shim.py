@@ -29,6 +29,8 @@ def install() -> None:
     _replace_device()
     _replace_streams()
     _replace_random_states()
+    _replace_copies_to_host()
+    _replace_uneven_collectives()
 
 
 def _replace_device() -> None:
@@ -81,6 +83,41 @@ def _replace_random_states() -> None:
     megatron_random._set_cuda_rng_state = set_state
     torch.cuda.get_rng_state = get_state  # type: ignore[assignment]
     torch.cuda.manual_seed = manual_seed
+
+
+def _replace_copies_to_host() -> None:
+    """The dispatcher of tokens to experts counts on the device, and turns counts into numpy on their way to the host, if they go."""
+    from megatron.core.transformer.moe import token_dispatcher
+
+    def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+    token_dispatcher.maybe_move_tensor_to_cpu = on_host
+
+
+def _replace_uneven_collectives() -> None:
+    """Experts that are cut get unequal numbers of tokens from the ranks that share them, and gloo gathers equal numbers alone: pad."""
+    from megatron.core.tensor_parallel import mappings
+
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    def padded(part: torch.Tensor, length: int) -> torch.Tensor:
+        return torch.cat([part, part.new_zeros(length - len(part), *part.shape[1:])])
+
+    def gather_uneven(whole: torch.Tensor, group: Any, sizes: list[int] | None = None, *rest: Any) -> torch.Tensor:
+        if sizes is None:
+            return gather(whole, group, None, *rest)
+        parts = gather(padded(whole, max(sizes)), group).chunk(len(sizes))
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduce_scatter_uneven(whole: torch.Tensor, group: Any, sizes: list[int] | None = None, *rest: Any) -> torch.Tensor:
+        if sizes is None:
+            return reduce_scatter(whole, group, None, *rest)
+        parts = torch.cat([padded(part, max(sizes)) for part in whole.split(sizes)])
+        return reduce_scatter(parts, group)[: sizes[group.rank()]]
+
+    mappings._gather_along_first_dim = gather_uneven
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_uneven
 
 
 def _to_cpu(device: Any) -> Any:

@@ -24,12 +24,13 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules, get_transformer_layer_offset
 from torch import Tensor, nn
 
 from swiftcp.errors import ConfigError
 from swiftcp.parallel.attention import TorchCoreAttention
 from swiftcp.parallel.engine import transformer_engine_problem
+from swiftcp.parallel.moe import has_experts, moe_spec
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ def _provider(backend: Backend) -> BackendSpecProvider:
     return TESpecProvider()
 
 
-def _layer_spec(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
+def _layer_spec(config: TransformerConfig, provider: BackendSpecProvider, *, sparse: bool) -> ModuleSpec:
     fused = provider.fuse_layernorm_and_linear()
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
     attention = SelfAttentionSubmodules(
@@ -178,6 +179,10 @@ def _layer_spec(config: TransformerConfig, provider: BackendSpecProvider) -> Mod
         k_layernorm=qk_norm,
     )
     norm = IdentityOp if fused else provider.layer_norm(rms_norm=True)
+    # One checkpoint for both backends: the fused layers keep the norms inside the linear layers. A router has none inside.
+    names = {} if fused else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    if not fused and not sparse:
+        names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     submodules = TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=ModuleSpec(
@@ -186,13 +191,10 @@ def _layer_spec(config: TransformerConfig, provider: BackendSpecProvider) -> Mod
             submodules=attention,
         ),
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=norm,
-        mlp=get_mlp_module_spec_for_backend(backend=provider),
+        pre_mlp_layernorm=provider.layer_norm(rms_norm=True) if sparse else norm,
+        mlp=moe_spec(config, provider) if sparse else get_mlp_module_spec_for_backend(backend=provider),
         mlp_bda=get_bias_dropout_add,
-        # One checkpoint for both backends: the fused layers keep the norms inside the linear layers.
-        sharded_state_dict_keys_map={}
-        if fused
-        else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+        sharded_state_dict_keys_map=names,
     )
     return ModuleSpec(module=DeepstackLayer, submodules=submodules)
 
@@ -200,6 +202,8 @@ def _layer_spec(config: TransformerConfig, provider: BackendSpecProvider) -> Mod
 def decoder_spec(config: TransformerConfig, backend: Backend, *, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """The decoder layers of this pipeline stage, for `GPTModel(transformer_layer_spec=...)`."""
     provider = _provider(backend)
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    layer_norm = provider.layer_norm(rms_norm=True)
-    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config, provider)] * num_layers, layer_norm=layer_norm)
+    dense, sparse = (_layer_spec(config, provider, sparse=sparse) for sparse in (False, True))
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    specs = [sparse if has_experts(config, layer) else dense for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider.layer_norm(rms_norm=True))

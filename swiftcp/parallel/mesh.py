@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from swiftcp.errors import ConfigError
+from swiftcp.parallel.place import TensorPlace
 from swiftcp.parallel.rendezvous import Place, meet
 
 
@@ -38,6 +39,12 @@ class Mesh:
     cp_rank: int
     dp_size: int
     dp_rank: int
+    ep_size: int
+    """Ranks that the experts of a layer are spread over; they lie on the axes tp, cp and dp of one pipeline stage."""
+    ep_rank: int
+    expert_tp_size: int
+    """Ranks that share each expert's matrices."""
+    expert_tp_rank: int
     tp_group: dist.ProcessGroup
     """Ranks that share each layer's matrices, and read the same micro-batches."""
     pp_group: dist.ProcessGroup
@@ -47,10 +54,19 @@ class Mesh:
     """Ranks with the same part of other packs."""
     dp_cp_group: dist.ProcessGroup
     """Every rank that contributes to one gradient."""
+    ep_group: dist.ProcessGroup
+    """Ranks that together hold all experts of each of their layers."""
+    expert_tp_group: dist.ProcessGroup
+    """Ranks that share each expert's matrices."""
 
     def describe(self) -> str:
         sizes = f"tp {self.tp_size} x pp {self.pp_size} x cp {self.cp_size} x dp {self.dp_size}"
-        return f"world {self.world_size} = {sizes}"
+        experts = f", experts over ep {self.ep_size} x etp {self.expert_tp_size}" if self.ep_size * self.expert_tp_size > 1 else ""
+        return f"world {self.world_size} = {sizes}{experts}"
+
+    @property
+    def place(self) -> TensorPlace:
+        return TensorPlace(self.tp_rank, self.tp_size, self.expert_tp_rank, self.expert_tp_size)
 
     @property
     def is_first_stage(self) -> bool:
@@ -125,13 +141,21 @@ def build_mesh(
     virtual_pipeline_model_parallel_size: int | None = None,
     context_parallel_size: int = 1,
     hierarchical_context_parallel_sizes: list[int] | None = None,
+    expert_model_parallel_size: int = 1,
+    expert_tensor_parallel_size: int = 1,
 ) -> Mesh:
     """Lay the ranks out; the process group must exist. A mesh built before is taken down.
 
     Raises:
-        ConfigError: the number of ranks is no multiple of the product of the sizes.
+        ConfigError: the number of ranks is no multiple of the product of the sizes, those of the dense layers or those of the experts.
     """
     world_size = dist.get_world_size()
+    holders = pipeline_model_parallel_size * expert_model_parallel_size * expert_tensor_parallel_size
+    if world_size % holders:
+        raise ConfigError(
+            f"{world_size} ranks do not divide into pp {pipeline_model_parallel_size} x ep {expert_model_parallel_size} x "
+            f"etp {expert_tensor_parallel_size} = {holders}, which hold all experts: start a multiple of {holders} ranks"
+        )
     replica = tensor_model_parallel_size * pipeline_model_parallel_size * context_parallel_size
     if world_size % replica:
         raise ConfigError(
@@ -146,6 +170,8 @@ def build_mesh(
         virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
         context_parallel_size=context_parallel_size,
         hierarchical_context_parallel_sizes=hierarchical_context_parallel_sizes,
+        expert_model_parallel_size=expert_model_parallel_size,
+        expert_tensor_parallel_size=expert_tensor_parallel_size,
         create_gloo_process_groups=False,
     )
     return Mesh(
@@ -162,11 +188,17 @@ def build_mesh(
         cp_rank=parallel_state.get_context_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
+        ep_size=expert_model_parallel_size,
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        expert_tp_size=expert_tensor_parallel_size,
+        expert_tp_rank=parallel_state.get_expert_tensor_parallel_rank(),
         tp_group=parallel_state.get_tensor_model_parallel_group(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         cp_group=parallel_state.get_context_parallel_group(),
         dp_group=parallel_state.get_data_parallel_group(),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        ep_group=parallel_state.get_expert_model_parallel_group(),
+        expert_tp_group=parallel_state.get_expert_tensor_parallel_group(),
     )
 
 

@@ -27,7 +27,7 @@ from swiftcp.trainers.ahead import PlannedBatch, plan_ahead
 from swiftcp.trainers.logs import memory_gib, utilisation
 from swiftcp.trainers.optimizer import build_optimizer, build_scheduler, wrap_model
 from swiftcp.trainers.part_timer import PartTimer
-from swiftcp.trainers.setup import cp_communication, recompute_fields, recompute_tower, stage_fields, start_ranks
+from swiftcp.trainers.setup import cp_communication, recompute_fields, recompute_tower, router_fields, stage_fields, start_ranks
 from swiftcp.trainers.step import Runner, Totals, train_step
 from swiftcp.trainers.synthetic import random_pack
 
@@ -131,6 +131,7 @@ def build(config: BenchConfig, mesh: Mesh) -> Bench:
         backend=backend,
         **cp_communication(config),
         **stage_fields(config),
+        **router_fields(config),
         **recompute_fields(config),
     )
     chunks = build_chunks(family, hf_config, settings, mesh, backend=backend)

@@ -40,5 +40,5 @@ def run(resolved: ResolvedConfig[ExportConfig]) -> None:
         except CheckpointError as error:
             raise ConfigError(f"{error}\nSet model to the folder that the run began from; {source_folder} describes another") from error
         table = source.family.name_table(source.hf_config)
-        export_hf_folder(chunks, source_folder, Path(config.output), table, tp_rank=mesh.tp_rank, tp_size=mesh.tp_size)
+        export_hf_folder(chunks, source_folder, Path(config.output), table, mesh.place)
     stop()

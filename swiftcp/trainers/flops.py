@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from swiftcp.data.batch import IGNORED_LABEL, AudioItems, Batch, VisualItems
+from swiftcp.data.batch import AudioItems, Batch, VisualItems
 from swiftcp.models.towers import Geometry, TowerGeometry
+from swiftcp.parallel.moe import has_experts
 
 PEAK_TFLOPS = {
     "A100": 312.0,
@@ -31,20 +32,27 @@ def peak_tflops(device_name: str) -> float | None:
     return PEAK_TFLOPS[max(matches, key=len)] if matches else None
 
 
-def _layer_weights(config: TransformerConfig) -> int:
-    """Entries of one decoder layer's matrices."""
+def _decoder_weights(config: TransformerConfig) -> int:
+    """Entries of the decoder layers' matrices that each token meets: of experts, those that it is sent to."""
     heads = config.num_attention_heads * config.kv_channels
     groups = config.num_query_groups * config.kv_channels
     attention = config.hidden_size * (2 * heads + 2 * groups)
-    return attention + 3 * config.hidden_size * config.ffn_hidden_size
+    weights = 0
+    for layer in range(config.num_layers):
+        if has_experts(config, layer):
+            width = 3 * config.moe_router_topk * config.moe_ffn_hidden_size + config.num_moe_experts
+        else:
+            width = 3 * config.ffn_hidden_size
+        weights += attention + config.hidden_size * width
+    return weights
 
 
 def decoder_flops(config: TransformerConfig, lengths: tuple[int, ...]) -> float:
     """Forward pass of the decoder's layers over samples of these true lengths."""
-    linear = 2 * _layer_weights(config) * sum(lengths)
+    linear = 2 * _decoder_weights(config) * sum(lengths)
     # two products of [L, d] and [d, L], half of each behind the causal mask: 2 * (2 * L * L * d) / 2 a head
     attention = 2 * config.num_attention_heads * config.kv_channels * sum(length * length for length in lengths)
-    return float(config.num_layers * (linear + attention))
+    return float(linear + config.num_layers * attention)
 
 
 def tower_flops(geometry: TowerGeometry, items: VisualItems | AudioItems) -> float:
@@ -54,8 +62,7 @@ def tower_flops(geometry: TowerGeometry, items: VisualItems | AudioItems) -> flo
 
 def training_flops(config: TransformerConfig, geometry: Geometry, vocab_size: int, batch: Batch) -> float:
     """Forward and backward pass of one micro-batch."""
-    num_labels = int(((batch.labels_BS != IGNORED_LABEL) & (batch.weights_BS > 0)).sum())
-    forward = decoder_flops(config, batch.lengths) + 2 * config.hidden_size * vocab_size * num_labels
+    forward = decoder_flops(config, batch.lengths) + 2 * config.hidden_size * vocab_size * batch.num_labels
     for name, of_tower in geometry.items():
         if (items := getattr(batch, name)) is not None:
             forward += tower_flops(of_tower, items)

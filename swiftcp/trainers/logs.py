@@ -92,6 +92,10 @@ class LogRecord:
     """Estimated from the steps of this session."""
     tflops_per_gpu: float | None = None
     mfu: float | None = None
+    load_balancing_loss: float | None = None
+    """Of this step's routers, 1 where experts are used evenly, without its coefficient."""
+    z_loss: float | None = None
+    """Of this step's routers, without its coefficient."""
     eval_loss: float | None = None
     skipped_steps: int | None = None
     """Steps so far whose gradient was not finite."""

@@ -125,7 +125,7 @@ def _stages(config: ParityConfig) -> Iterator[tuple[str, int, dict[str, Any]]]:
     one_at_a_time = ParallelConfig(attention_backend=config.attention_backend).model_dump() | {"packing": False, "micro_batch_size": 1}
     yield "transformers", 1, one_at_a_time
     yield "one rank", 1, one_at_a_time
-    yield "layout", config.nproc_per_node or config.model_parallel_size, {}
+    yield "layout", config.nproc_per_node or config.fewest_ranks, {}
 
 
 def _in_new_processes(task: dict[str, Any], num_ranks: int) -> int:

@@ -50,7 +50,7 @@ def _gradients(runner: Runner, batches: Sequence[Batch], table: NameTable) -> tu
     totals = run_micro_batches(runner, iter(batches), len(batches))
     named = [(name, cast(Any, parameter)) for chunk in runner.chunks for name, parameter in named_parameters(chunk)]
     gradients = {name: parameter.main_grad for name, parameter in named if parameter.requires_grad}
-    own = {name: asdict(sketch(name, whole)) for name, whole in whole_tensors(gradients, table, runner.mesh.tp_group)}
+    own = {name: asdict(sketch(name, whole)) for name, whole in whole_tensors(gradients, table, runner.mesh)}
     of_stages: list[Any] = [None] * runner.mesh.pp_size
     dist.all_gather_object(of_stages, own, group=runner.mesh.pp_group)
     return totals, {name: one for stage in of_stages for name, one in stage.items()}

@@ -31,6 +31,8 @@ NEUTRAL_KEYS = frozenset(
         "context_parallel_size",
         "cp_comm_type",
         "hierarchical_context_parallel_sizes",
+        "expert_model_parallel_size",
+        "expert_tensor_parallel_size",
         "attention_backend",
         "micro_batch_size",
         "device",

@@ -13,7 +13,15 @@ from megatron.core import tensor_parallel
 
 from swiftcp.checkpoint.hf_reader import load_hf_folder
 from swiftcp.config.bench import BenchConfig
-from swiftcp.config.concerns import LogprobsConfig, ParallelConfig, ParityConfig, RecomputeConfig, TrainConfig
+from swiftcp.config.concerns import (
+    LogprobsConfig,
+    ParallelConfig,
+    ParityConfig,
+    RecomputeConfig,
+    RouterConfig,
+    RouterLossConfig,
+    TrainConfig,
+)
 from swiftcp.config.export import ExportConfig
 from swiftcp.config.secrets import mask
 from swiftcp.errors import ConfigError
@@ -78,6 +86,8 @@ def start_ranks(config: RunConfig | BenchConfig | ExportConfig) -> Mesh:
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
         hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
+        expert_model_parallel_size=config.expert_model_parallel_size,
+        expert_tensor_parallel_size=config.expert_tensor_parallel_size,
     )
     torch.manual_seed(config.seed)
     with cpu_shim.cpu_mode():
@@ -132,6 +142,14 @@ def cp_communication(config: ParallelConfig) -> dict[str, Any]:
     return {key: getattr(config, key) for key in keys}
 
 
+def router_fields(config: RouterConfig) -> dict[str, Any]:
+    """megatron-core's names for how routers compute, and for their losses, which training alone has."""
+    fields: dict[str, Any] = {"moe_router_dtype": None if config.moe_router_dtype == "none" else config.moe_router_dtype}
+    if isinstance(config, RouterLossConfig):
+        fields |= {"moe_aux_loss_coeff": config.moe_aux_loss_coeff, "moe_z_loss_coeff": config.moe_z_loss_coeff}
+    return fields
+
+
 def stage_fields(config: ParallelConfig) -> dict[str, Any]:
     """megatron-core's names for pipeline stages of another number of layers."""
     return {
@@ -163,6 +181,7 @@ def load_model(
         backend=backend,
         **cp_communication(config),
         **stage_fields(config),
+        **router_fields(config),
         **recompute,
     )
     chunks = build_chunks(source.family, source.hf_config, settings, mesh, backend=backend)
@@ -170,7 +189,7 @@ def load_model(
         recompute_tower(chunks)
     table = source.family.name_table(source.hf_config)
     if config.init_from_config:
-        initialize(chunks, table, source.hf_config, config.seed, tp_rank=mesh.tp_rank, tp_size=mesh.tp_size)
+        initialize(chunks, table, source.hf_config, config.seed, place=mesh.place)
     else:
-        load_hf_folder(chunks, source.folder, table, tp_rank=mesh.tp_rank, tp_size=mesh.tp_size)
+        load_hf_folder(chunks, source.folder, table, mesh.place)
     return chunks

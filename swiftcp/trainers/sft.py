@@ -31,6 +31,7 @@ from swiftcp.models.build import freeze
 from swiftcp.models.mm_gpt_model import MultimodalGPTModel, named_parameters
 from swiftcp.parallel import cpu_shim
 from swiftcp.parallel.mesh import Mesh, stop
+from swiftcp.parallel.moe import AUXILIARY_LOSSES
 from swiftcp.parallel.pipeline import sum_over_stages
 from swiftcp.trainers.ahead import plan_ahead
 from swiftcp.trainers.datasets import batch_layout, make_encoder, open_dataset, write_bad_rows
@@ -111,7 +112,7 @@ def train(resolved: ResolvedConfig[TrainConfig], mode: Mode) -> None:
         if config.save_safetensors:
             table = source.family.name_table(source.hf_config)
             output = run.output_dir / "hf"
-            export_hf_folder(run.runner.chunks, source.folder, output, table, tp_rank=mesh.tp_rank, tp_size=mesh.tp_size)
+            export_hf_folder(run.runner.chunks, source.folder, output, table, mesh.place)
     stop()
 
 
@@ -342,5 +343,6 @@ def make_record(
         remaining_seconds=clock.remaining(state.step),
         eval_loss=eval_loss,
         skipped_steps=state.skipped_steps or None,
+        **dict(zip(AUXILIARY_LOSSES, totals.router_losses or (), strict=False)),
         **utilisation(totals, seconds, run.mesh),
     )

@@ -29,6 +29,7 @@ from swiftcp.models.inputs import ModelInputs
 from swiftcp.models.mm_gpt_model import named_parameters
 from swiftcp.models.towers import Geometry
 from swiftcp.parallel.mesh import Mesh
+from swiftcp.parallel.moe import take_auxiliary_losses, trains_routers
 from swiftcp.parallel.pipeline import run_schedule, sum_over_stages
 from swiftcp.trainers.ahead import PlannedBatch, send
 from swiftcp.trainers.flops import training_flops
@@ -47,6 +48,8 @@ class Totals:
     padded_tokens: int
     flops: float = 0.0
     """Of the model, forward and backward."""
+    router_losses: tuple[float, ...] | None = None
+    """Of `AUXILIARY_LOSSES`: the mean over micro-batches and layers with experts; None where routers are not trained for them."""
 
     @property
     def loss(self) -> float:
@@ -70,7 +73,7 @@ class Runner:
     vocab_size: int
 
 
-NUM_EXTENTS = 3
+NUM_EXTENTS = 4
 """See `_extent`."""
 Report = tuple[Tensor, tuple[float, ...]]
 """Of one micro-batch on one rank: the loss sum, which is still on the device, and counts, which are on the host."""
@@ -86,12 +89,12 @@ def weighted_loss(losses_N: Tensor, weights_N: Tensor, extent: Sequence[float]) 
     return loss_sum, num_labels, (loss_sum.detach(), (num_labels, *extent))
 
 
-def _extent(runner: Runner, batch: Batch) -> tuple[float, float, float]:
-    """Real tokens, padded tokens and model FLOPs of a micro-batch; counted on one rank of those that share it."""
+def _extent(runner: Runner, batch: Batch) -> tuple[float, float, float, float]:
+    """Real tokens, padded tokens, model FLOPs of a micro-batch, and 1 if it holds rows; counted on one rank of those that share it."""
     if runner.mesh.cp_rank != 0:
-        return 0.0, 0.0, 0.0
+        return 0.0, 0.0, 0.0, 0.0
     flops = training_flops(runner.chunks[0].config, runner.geometry, runner.vocab_size, batch)
-    return sum(batch.lengths), batch.padding_mask_BS.numel(), flops
+    return sum(batch.lengths), batch.padding_mask_BS.numel(), flops, float(bool(batch.lengths))
 
 
 def _sent(runner: Runner, batches: Iterator[Batch | PlannedBatch]) -> Iterator[tuple[Batch, ModelInputs]]:
@@ -110,11 +113,21 @@ def _forward_step(
     runner: Runner, batches: Iterator[tuple[Batch, ModelInputs]], model: torch.nn.Module
 ) -> tuple[Tensor, Callable[..., Any]]:
     batch, inputs = next(batches)
+    config = runner.chunks[0].config
+    if config.num_moe_experts is not None:
+        # megatron-core asks for it behind every forward pass. Within a global batch it never changes, so passes may overlap.
+        config.moe_grad_scale_func = partial(auxiliary_scale, batch, runner.mesh.device)
     try:
         output = model(inputs)
     except Exception as error:
         raise _failure(error, runner.mesh.rank, batch.rows) from error
     return output, partial(weighted_loss, weights_N=inputs.weights_N, extent=_extent(runner, batch))
+
+
+def auxiliary_scale(batch: Batch, device: torch.device) -> Tensor:
+    """How often the router losses of a micro-batch count, where the gradient is divided by all labelled tokens: [1]."""
+    scale = batch.num_labels if batch.mean_labels is None else batch.mean_labels
+    return torch.full((1,), scale, device=device, dtype=torch.float32)  # filled on the device: a copy from the host would wait for it
 
 
 def _failure(error: Exception, rank: int, rows: Sequence[int]) -> TrainingError:
@@ -146,8 +159,18 @@ def run_micro_batches(
         num_micro_batches,
         forward_only=forward_only,
     )
-    loss_sum, labelled, tokens, padded, flops = _sum_over_ranks(reports, runner.mesh)
-    return Totals(loss_sum, int(labelled), int(tokens), int(padded), flops)
+    loss_sum, labelled, tokens, padded, flops, num_filled = _sum_over_ranks(reports, runner.mesh)
+    return Totals(loss_sum, int(labelled), int(tokens), int(padded), flops, None if forward_only else _router_losses(runner, num_filled))
+
+
+def _router_losses(runner: Runner, num_micro_batches: float) -> tuple[float, ...] | None:
+    """Means over all micro-batches that hold rows and all layers with experts."""
+    config = runner.chunks[0].config
+    if config.num_moe_experts is None or not trains_routers(config):
+        return None
+    sums = take_auxiliary_losses(runner.chunks, runner.mesh.device)
+    dist.all_reduce(sums)
+    return tuple((sums / max(sum(config.moe_layer_freq) * num_micro_batches, 1)).tolist())
 
 
 def _sum_over_ranks(reports: Sequence[Report], mesh: Mesh) -> list[float]:

@@ -110,7 +110,7 @@ def of_all_ranks(training: Training, get: Callable[[Any], Tensor]) -> dict[str, 
     table, mesh = training.source.family.name_table(training.source.hf_config), training.mesh
     own = {name: get(p) for chunk in training.chunks for name, p in named_parameters(chunk) if p.requires_grad}
     of_stages: list[Any] = [None] * mesh.pp_size
-    whole = {name: tensor.clone() for name, tensor in whole_tensors(own, table, mesh.tp_group)}
+    whole = {name: tensor.clone() for name, tensor in whole_tensors(own, table, mesh)}
     dist.all_gather_object(of_stages, whole, group=mesh.pp_group)
     return {name: tensor for stage in of_stages for name, tensor in stage.items()}
 
@@ -126,11 +126,11 @@ def _gradients(training: Training) -> dict[str, Tensor]:
     return of_all_ranks(training, lambda parameter: parameter.main_grad)
 
 
-def _measure(training: Training, packing: bool) -> Measurement:
+def _measure(training: Training, packs: Sequence[Pack], packing: bool) -> Measurement:
     from swiftcp.trainers.logprobs import token_logprobs
     from swiftcp.trainers.step import run_micro_batches
 
-    batches = training.micro_batches(PACKS, packing=packing)
+    batches = training.micro_batches(packs, packing=packing)
     logprobs = token_logprobs([chunk.eval() for chunk in training.chunks], batches, training.source, training.mesh)
     for chunk in training.wrapped:
         chunk.train()
@@ -146,15 +146,15 @@ def _measure(training: Training, packing: bool) -> Measurement:
     return Measurement(totals.loss, float(training.optimizer.get_grad_norm()), gradients, labelled)
 
 
-def measure(folder: Path, keys: dict[str, Any]) -> Result:
+def measure(folder: Path, keys: dict[str, Any], packs: Sequence[Pack]) -> Result:
     """On each rank of a layout."""
     from swiftcp.parallel.cpu_shim import cpu_mode
 
     with cpu_mode():
         training = Training(train_config(folder, **OPTIMIZER, **keys))
-        padded, packed = _measure(training, packing=False), _measure(training, packing=True)
+        padded, packed = _measure(training, packs, packing=False), _measure(training, packs, packing=True)
         for _ in range(2):
-            training.step(PACKS)
+            training.step(packs)
         return Result(packed, padded, of_all_ranks(training, lambda parameter: parameter))
 
 
@@ -199,9 +199,9 @@ def weight_difference(got: Result, expected: Result) -> float:
     return max((got.weights[name] - weight).abs().max().item() for name, weight in expected.weights.items()) / OPTIMIZER["lr"]
 
 
-def measure_layout(ranks: RankPool, folder: Path, layout: Layout) -> list[Result]:
+def measure_layout(ranks: RankPool, folder: Path, layout: Layout, packs: Sequence[Pack] = PACKS) -> list[Result]:
     """One a rank."""
-    return ranks.run(measure, folder, layout.keys, num_ranks=layout.num_ranks)
+    return ranks.run(measure, folder, layout.keys, packs, num_ranks=layout.num_ranks)
 
 
 def over_bounds(found: Differences) -> dict[str, float]:

@@ -34,14 +34,15 @@ def load_and_export_parts(folder: Path, output: Path, tied: bool, tp_size: int) 
     from swiftcp.checkpoint.hf_reader import load_hf_folder
     from swiftcp.checkpoint.hf_writer import export_hf_folder
     from swiftcp.models.qwen3_vl.names import qwen3_vl_name_table
+    from swiftcp.parallel.place import TensorPlace
     from tests.unit import folders
 
     stage, tp_rank = divmod(dist.get_rank(), tp_size)
     part = folders.model_part(tied, tp_size=tp_size, stage=stage, num_stages=dist.get_world_size() // tp_size)
-    table = qwen3_vl_name_table(folders.config(tied))
-    load_hf_folder([part], folder, table, tp_rank=tp_rank, tp_size=tp_size)
+    table, place = qwen3_vl_name_table(folders.config(tied)), TensorPlace(tp_rank, tp_size)
+    load_hf_folder([part], folder, table, place)
     assert not any(parameter.isnan().any() for parameter in part.parameters())
-    export_hf_folder([part], folder, output, table, tp_rank=tp_rank, tp_size=tp_size, max_shard_bytes=2_000)
+    export_hf_folder([part], folder, output, table, place, max_shard_bytes=2_000)
 
 
 @pytest.mark.parametrize("tied", [False, True])

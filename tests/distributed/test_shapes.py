@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from swiftcp.models.shapes import shape_file, shape_names
+from tests.distributed.model_harness import as_stored
 from tests.distributed.ranks import RankPool
 
 
@@ -34,7 +36,7 @@ def names_and_shapes(config_file: Path) -> tuple[dict[str, tuple[int, ...]], dic
         stored.update(zip(rule.sources, rule.source_shapes(ours[target].shape), strict=True))
     with torch.device("meta"):
         theirs = getattr(transformers, family.architecture)._from_config(hf_config)
-    expected = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
+    expected = {name: tuple(parameter.shape) for name, parameter in as_stored(dict(theirs.named_parameters()), hf_config).items()}
     return stored, expected, sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -42,5 +44,5 @@ def names_and_shapes(config_file: Path) -> tuple[dict[str, tuple[int, ...]], dic
 def test_a_public_shape_builds_and_pairs_with_transformers(ranks: RankPool, shape: str) -> None:
     stored, expected, num_parameters = ranks.run(names_and_shapes, shape_file(shape), num_ranks=1)[0]
     assert stored == expected
-    billions = float(shape.rsplit("_", 1)[1].removesuffix("b"))
+    billions = float(re.findall(r"\d+(?=b)", shape)[0])
     assert 0.9 * billions < num_parameters / 1e9 < 1.3 * billions

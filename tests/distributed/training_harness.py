@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ def micro_batches(packs: Sequence[Pack], hf_config: Any, *, packing: bool = True
     for number, pack in enumerate(packs):
         samples = [make_sample(mix, hf_config, row=100 * number + i, labelled=pack.labelled) for i, mix in enumerate(pack.mixes)]
         batches.append(collate(samples, pack_align=PACK_ALIGN, pad_token_id=0, length_multiple=length_multiple))
-    return batches
+    mean_labels = sum(batch.num_labels for batch in batches) / len(batches)
+    return [replace(batch, mean_labels=mean_labels) for batch in batches]
 
 
 class Training:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.omni_rows import write_omni_rows
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 RUN_TO_RUN = ("iteration", "loss", "grad_norm", "lr", "tokens", "labelled_tokens")
 """Keys of logging.jsonl that must not differ between a run and its resumption."""
@@ -20,17 +22,27 @@ def _call(*arguments: str | Path) -> None:
     subprocess.run([sys.executable, *arguments], check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def _quickstart_inputs(folder: Path) -> dict[str, Path]:
+Inputs = dict[str, str | Path]
+"""Keys of the recipe that a test sets: the tiny model and rows, and sizes that fit two CPU ranks."""
+
+
+def _quickstart_inputs(folder: Path) -> Inputs:
     _call("-m", "swiftcp", "tiny", "qwen3_vl", folder / "tiny")
     _call(EXAMPLES / "quickstart" / "prepare.py", folder / "data")
     return {"model": folder / "tiny", "dataset": folder / "data" / "train.jsonl"}
 
 
-INPUTS: dict[str, Callable[[Path], dict[str, Path]]] = {"quickstart/recipe.yaml": _quickstart_inputs}
+def _omni_inputs(folder: Path) -> Inputs:
+    _call("-m", "swiftcp", "tiny", "qwen3_omni_moe", folder / "tiny")
+    small: Inputs = {"device": "cpu", "max_length": "2048", "expert_model_parallel_size": "2", "global_batch_size": "2"}
+    return {"model": folder / "tiny", "dataset": write_omni_rows(folder / "data"), **small}
+
+
+INPUTS: dict[str, Callable[[Path], Inputs]] = {"quickstart/recipe.yaml": _quickstart_inputs, "qwen3_omni/sft.yaml": _omni_inputs}
 """How the model and the rows of each recipe are made."""
 
 
-def _sft(recipe: str, inputs: dict[str, Path], output_dir: Path, *options: str | Path) -> list[dict]:
+def _sft(recipe: str, inputs: Inputs, output_dir: Path, *options: str | Path) -> list[dict]:
     """Train for two steps, each logged and saved. Returns the log."""
     given = [part for key, value in {**inputs, "output_dir": output_dir}.items() for part in (f"--{key}", value)]
     steps = ["--num_train_epochs", "null", "--train_iters", "2", "--logging_steps", "1", "--save_steps", "1"]
@@ -58,3 +70,11 @@ def test_recipe_trains_and_resumes(recipe: str, tmp_path: Path) -> None:
     assert [line["iteration"] for line in whole] == [1, 2]
     assert [{key: line[key] for key in RUN_TO_RUN} for line in resumed] == [{key: line[key] for key in RUN_TO_RUN} for line in whole[1:]]
     assert {path.name for path in (tmp_path / "resumed" / "hf").iterdir()} >= {"config.json", "tokenizer.json"}
+
+
+def test_job_scripts_name_recipes_that_exist() -> None:
+    for script in EXAMPLES.rglob("*.sbatch"):
+        text = script.read_text(encoding="utf-8")
+        assert f"swiftcp sft examples/{script.with_suffix('.yaml').relative_to(EXAMPLES).as_posix()} " in text
+        assert "#SBATCH --requeue" in text
+        subprocess.run(["bash", "-n", script], check=True)

@@ -18,6 +18,7 @@ from swiftcp.data.batch import Batch, Sample, collate_pack, collate_rows
 from swiftcp.models.shapes import shape_file
 from swiftcp.trainers.logprobs import sample_starts
 from tests.distributed.layout_harness import gather_reduced_gradients
+from tests.distributed.model_harness import as_stored
 from tests.distributed.training_harness import train_config
 from tests.samples import make_sample
 
@@ -89,18 +90,24 @@ def samples_of(folder: Path, mixes: Sequence[str]) -> list[Sample]:
 
 
 def _rounded(sample: Sample) -> Sample:
-    """Patches that bfloat16 holds exactly, so that the inputs of all runs are the same."""
-    if sample.visual is None:
-        return sample
-    return dataclasses.replace(sample, visual=dataclasses.replace(sample.visual, patches_PD=sample.visual.patches_PD.bfloat16().float()))
+    """Patches and frames of sound that bfloat16 holds exactly, so that the inputs of all runs are the same."""
+    visual, audio = sample.visual, sample.audio
+    if visual is not None:
+        visual = dataclasses.replace(visual, patches_PD=visual.patches_PD.bfloat16().float())
+    if audio is not None:
+        audio = dataclasses.replace(audio, features_FM=audio.features_FM.bfloat16().float())
+    return dataclasses.replace(sample, visual=visual, audio=audio)
 
 
 def run_transformers(folder: Path, mixes: Sequence[str], dtype: torch.dtype) -> Outcome:
     """One row at a time."""
+    from transformers import AutoConfig
+
     from swiftcp.models.registry import family_of
     from swiftcp.trainers.oracle import load_oracle, oracle_logprobs
 
-    model = load_oracle(folder, family_of("qwen3_vl"), dtype=dtype, device=DEVICE)
+    hf_config = AutoConfig.from_pretrained(folder)
+    model = load_oracle(folder, family_of(hf_config.model_type), dtype=dtype, device=DEVICE)
     logprobs, loss_sum, num_labels = [], 0.0, 0
     for sample in samples_of(folder, mixes):
         row = oracle_logprobs(model, _rounded(sample))
@@ -109,7 +116,7 @@ def run_transformers(folder: Path, mixes: Sequence[str], dtype: torch.dtype) -> 
         loss = -(row * weights).sum()
         loss.backward()
         loss_sum, num_labels = loss_sum + loss.item(), num_labels + int((weights > 0).sum())
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = as_stored({name: parameter.grad for name, parameter in model.named_parameters()}, hf_config)
     del model
     torch.cuda.empty_cache()
     norm = torch.stack([gradient.float().norm() for gradient in gradients.values()]).norm().item()
@@ -198,7 +205,7 @@ def _train(chunks: Sequence[Any], batches: Sequence[Batch], config: Any, mesh: A
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     own = {name: p.main_grad for chunk in chunks for name, p in named_parameters(chunk)}
-    whole = whole_tensors(own, source.family.name_table(source.hf_config), mesh.tp_group)
+    whole = whole_tensors(own, source.family.name_table(source.hf_config), mesh)
     return {name: gradient * totals.labelled_tokens for name, gradient in whole}, totals.loss, norm
 
 

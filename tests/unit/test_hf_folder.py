@@ -13,6 +13,7 @@ from swiftcp.checkpoint.hf_reader import load_hf_folder
 from swiftcp.checkpoint.hf_writer import export_hf_folder
 from swiftcp.errors import ConfigError, WeightsError
 from swiftcp.models.qwen3_vl.names import qwen3_vl_name_table
+from swiftcp.parallel.place import TensorPlace
 from tests.unit import folders
 from tests.unit.folders import assert_same_bits, read_folder, write_folder
 
@@ -220,7 +221,7 @@ def test_tensor_parallel_ranks_read_their_own_part(tmp_path):
         rules = table.pair(list(part.state_dict()))
         for target, parameter in part.named_parameters():
             parameter.data = rules[target].shard(parameter.data, rank, 2).clone()
-        load_hf_folder(part, folder, table, tp_rank=rank, tp_size=2)
+        load_hf_folder(part, folder, table, TensorPlace(rank, 2))
         gate, up = whole.get_parameter(name).chunk(2)
         assert torch.equal(part.get_parameter(name), torch.cat([gate.chunk(2)[rank], up.chunk(2)[rank]]))
 

@@ -86,3 +86,54 @@ def test_a_layout_that_no_test_compares_with_one_rank_warns(tmp_path, keys, worl
     untested = [warning for warning in warnings if "not among the layouts that are tested" in warning]
     assert bool(untested) == (axes is not None)
     assert axes is None or axes in untested[0]
+
+
+EXPERTS = dict(num_experts=8, moe_intermediate_size=96)
+"""Of the model of the tests below."""
+
+
+def with_experts(folder: Path, keys: str, world_size: int) -> ResolvedConfig[TrainConfig]:
+    write_model(folder / "model", **EXPERTS)
+    write_rows(folder / "rows.jsonl")
+    return valid(folder, *keys.split(), machine=Machine(world_size, world_size, 0))
+
+
+@pytest.mark.parametrize(
+    ("keys", "world_size", "line", "fewest"),
+    [
+        ("-ep 4", 4, "world 4 = cp 1 x dp 4, experts over ep 4", 4),
+        ("-ep 4 -cp 2", 4, "world 4 = cp 2 x dp 2, experts over ep 4", 4),
+        ("-ep 2 -cp 2", 2, "world 2 = cp 2 x dp 1, experts over ep 2", 2),
+        (
+            "-tp 2 --sequence_parallel true -ep 2 -etp 3 -pp 2 --global_batch_size 18",
+            12,
+            "world 12 = tp 2 x pp 2 x cp 1 x dp 3, experts over ep 2 x etp 3",
+            12,
+        ),
+    ],
+)
+def test_experts_are_spread_over_any_ranks_of_a_stage(tmp_path, keys, world_size, line, fewest):
+    found = with_experts(tmp_path, keys, world_size)
+    assert found.derived[0] == line and found.config.fewest_ranks == fewest
+
+
+@pytest.mark.parametrize(
+    ("keys", "world_size", "message"),
+    [
+        ("-ep 3", 3, "num_experts 8 of the model is no multiple of expert_model_parallel_size 3: set it to a divisor of 8"),
+        ("-etp 5", 5, "moe_intermediate_size 96 of the model is no multiple of expert_tensor_parallel_size 5"),
+        ("-ep 4 -cp 3", 3, "world 3 is no multiple of pp 1 x ep 4 x etp 1 = 4: start 12 ranks"),
+        ("-tp 2", 2, "need each token on one rank: set sequence_parallel true"),
+    ],
+)
+def test_experts_that_do_not_fit(tmp_path, keys, world_size, message):
+    with pytest.raises(ConfigError) as caught:
+        with_experts(tmp_path, keys, world_size)
+    assert message in str(caught.value)
+
+
+def test_keys_of_experts_do_not_go_with_a_dense_model(tmp_path):
+    with pytest.raises(ConfigError, match="expert_model_parallel_size 2, but the model has no experts: leave it out"):
+        resolved(tmp_path, "-ep 2", 2)
+    warnings = resolved(tmp_path / "other", "--moe_aux_loss_coeff 0.001", 1).warnings
+    assert any("moe_aux_loss_coeff has no effect: the model has no experts" in warning for warning in warnings)

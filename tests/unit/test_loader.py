@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 import subprocess
@@ -15,7 +16,7 @@ import torch
 
 from swiftcp.data.batch import IGNORED_LABEL, Batch
 from swiftcp.data.dataset import BadRow, EncodedDataset, RowScan, load_dataset, scan_rows
-from swiftcp.data.loader import BatchLayout, BatchStream, batches_in_order
+from swiftcp.data.loader import BatchLayout, BatchStream, batches_in_order, mean_labels
 from swiftcp.data.plan import StepPlan
 from swiftcp.data.row_files import read_rows
 from swiftcp.data.rows import RowError
@@ -323,3 +324,20 @@ def test_rows_of_which_nothing_is_trained_are_refused(tmp_path: Path, fields: di
     else:
         with pytest.raises(DataError, match="dataset: none of 1 rows has a trained token"):
             dataset.require_trained("dataset")
+
+
+def test_mean_labels_count_micro_batches_that_hold_rows():
+    labels = (1, 2, 3, 10, 20)
+    assert mean_labels([(0, 1), (2,), (3, 4), ()], labels, 1) == 36 / 3
+    assert mean_labels([(0, 1), (2,), (3, 4), ()], labels, 2) == 36 / 2
+    assert mean_labels([(), ()], labels, 2) == 0
+
+
+def test_every_batch_of_a_step_has_the_mean_of_all_labels_of_the_step(dataset: EncodedDataset):
+    whole = batches(dataset, layout(), num_train_epochs=1)
+    for step in itertools.batched(whole, 4):
+        filled = [batch for batch in step if batch.rows]
+        assert {batch.mean_labels for batch in step} == {sum(batch.num_labels for batch in filled) / len(filled)}
+    of_two_ranks = [batches(dataset, layout(rank, 2), num_train_epochs=1) for rank in (0, 1)]
+    together = [batch.mean_labels for pair in zip(*of_two_ranks, strict=True) for batch in pair]
+    assert together == [batch.mean_labels for batch in whole]

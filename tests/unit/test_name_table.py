@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from swiftcp.checkpoint.name_table import Direct, GateUp, NameTable, QueryKeyValue, VocabularyRows
+from swiftcp.checkpoint.name_table import Direct, FusedExperts, FusedGateUpExperts, GateUp, NameTable, QueryKeyValue, VocabularyRows
 from swiftcp.models.qwen3_vl.names import qwen3_vl_name_table
 from tests.unit import folders
 
@@ -114,3 +114,33 @@ def test_older_names_are_those_with_or_without_the_base_prefix(stored, expected,
     table = NameTable(rules=(), num_layers=0, tied={"lm_head.weight": "embedding"} if tied else {}, base_prefix="model.")
     sources = {"model.visual.pos_embed.weight"} | (set() if tied else {"lm_head.weight"})
     assert table.canonical_name(stored, sources) == expected
+
+
+GATE_UP_EXPERTS = FusedGateUpExperts(
+    ("{layer}.gate_up",) * 2, ("{layer}.{expert}.fc1", "{layer}.fc1{expert}"), parallel_dim=0, num_experts=3
+)
+DOWN_EXPERTS = FusedExperts(("{layer}.down",), ("{layer}.{expert}.fc2",), parallel_dim=1, num_experts=3)
+TABLE = NameTable(rules=(GATE_UP_EXPERTS, DOWN_EXPERTS), num_layers=2, tied={}, base_prefix="")
+
+
+def test_each_expert_of_each_layer_has_its_part_of_one_tensor():
+    rules = TABLE.pair(["1.2.fc1", "0.fc11", "1.0.fc2"])
+    assert [rule.sources[0] for rule in rules.values()] == ["1.gate_up", "0.gate_up", "1.down"]
+    assert [rule.expert for rule in rules.values()] == [2, 1, 0]
+    # [3 experts, 4 rows of gate and 4 of up, 1]: the second of two ranks has the last two rows of each.
+    fused = torch.arange(24).view(3, 8, 1)
+    parts = [fused[index] for index in rules["1.2.fc1"].source_slices((4, 1), 1, 2)]
+    assert rules["1.2.fc1"].join(parts, (4, 1)).flatten().tolist() == [18, 19, 22, 23]
+    assert rules["1.2.fc1"].source_shapes((8, 1)) == [(3, 8, 1)] * 2
+    down = torch.arange(12).view(3, 1, 4)
+    (part,) = (down[index] for index in rules["1.0.fc2"].source_slices((1, 2), 1, 2))
+    assert rules["1.0.fc2"].join([part], (1, 2)).tolist() == [[2, 3]]
+
+
+def test_experts_come_together_again_in_one_tensor():
+    experts = {f"0.{expert}.fc1": torch.arange(4).view(4, 1) + 10 * expert for expert in (2, 0, 1)}
+    (fused,) = TABLE.to_sources(experts).values()
+    assert fused.flatten().tolist() == [0, 1, 2, 3, 10, 11, 12, 13, 20, 21, 22, 23]
+    shards = [GATE_UP_EXPERTS.shard(experts["0.2.fc1"], rank, 2) for rank in (0, 1)]
+    assert [shard.flatten().tolist() for shard in shards] == [[20, 22], [21, 23]]
+    assert torch.equal(GATE_UP_EXPERTS.unshard(shards), experts["0.2.fc1"])

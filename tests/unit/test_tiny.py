@@ -173,3 +173,20 @@ def test_another_model_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds a model that is not a tiny one"):
         write_tiny("qwen3_vl", tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_omni_is_whole_and_the_same_each_time(tmp_path: Path) -> None:
+    """The thinker, talker and code2wav load with nothing missing; `transformers` can take the thinker alone."""
+    from transformers import AutoProcessor, Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeThinkerForConditionalGeneration
+
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        write_tiny("qwen3_omni_moe", folder)
+    assert _hashes(tmp_path / "a") == _hashes(tmp_path / "b")
+    write_tiny("qwen3_omni_moe", tmp_path / "b", seed=1)  # replaces a tiny model, and no other
+    for kind in (Qwen3OmniMoeForConditionalGeneration, Qwen3OmniMoeThinkerForConditionalGeneration):
+        _, found = kind.from_pretrained(tmp_path / "a", output_loading_info=True)
+        assert not found["missing_keys"] and not found["mismatched_keys"]
+    processor = AutoProcessor.from_pretrained(tmp_path / "a")
+    names = [processor.image_token, processor.video_token, processor.audio_token, processor.audio_bos_token, processor.vision_eos_token]
+    assert len(set(processor.tokenizer.convert_tokens_to_ids(names))) == 5
+    assert processor.tokenizer.unk_token_id not in processor.tokenizer.convert_tokens_to_ids(names)

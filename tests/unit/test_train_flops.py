@@ -14,7 +14,13 @@ from swiftcp.trainers.flops import decoder_flops, peak_tflops, tower_flops, trai
 
 HIDDEN, FFN, HEADS, GROUPS, HEAD_DIM, LAYERS = 8, 12, 4, 2, 3, 5
 CONFIG: Any = SimpleNamespace(
-    hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=HEADS, num_query_groups=GROUPS, kv_channels=HEAD_DIM, num_layers=LAYERS
+    hidden_size=HIDDEN,
+    ffn_hidden_size=FFN,
+    num_attention_heads=HEADS,
+    num_query_groups=GROUPS,
+    kv_channels=HEAD_DIM,
+    num_layers=LAYERS,
+    num_moe_experts=None,
 )
 GEOMETRY = VisionGeometry(merge_size=2, patch_values=6, num_layers=3, hidden_size=4, intermediate_size=7, prepare_grids=lambda grid: {})
 
@@ -37,6 +43,15 @@ def naive_decoder(length: int) -> int:
 
 def test_decoder_flops_are_those_of_its_products() -> None:
     assert decoder_flops(CONFIG, (10, 4)) == naive_decoder(10) + naive_decoder(4)
+
+
+def test_a_token_meets_the_router_and_the_experts_it_is_sent_to() -> None:
+    sparse = SimpleNamespace(
+        **vars(CONFIG) | dict(num_moe_experts=6, moe_router_topk=2, moe_ffn_hidden_size=7, moe_layer_freq=[1, 0, 1, 1, 1])
+    )
+    dense = 2 * product(10, HIDDEN, FFN) + product(10, FFN, HIDDEN)
+    experts = product(10, HIDDEN, 6) + 2 * (2 * product(10, HIDDEN, 7) + product(10, 7, HIDDEN))
+    assert decoder_flops(sparse, (10,)) == naive_decoder(10) + 4 * (experts - dense)
 
 
 def test_tower_flops_are_those_of_its_products() -> None:

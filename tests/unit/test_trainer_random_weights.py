@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from swiftcp.checkpoint.name_table import Direct, GateUp, NameTable
+from swiftcp.parallel.place import TensorPlace
 from swiftcp.trainers.random_weights import initialize, random_tensor
 
 TABLE = NameTable(
@@ -59,6 +60,6 @@ def test_tensor_parallel_ranks_hold_parts_of_the_same_whole() -> None:
     whole, parts = Part(8), [Part(4), Part(4)]
     initialize(whole, TABLE, hf_config(), seed=3)
     for rank, part in enumerate(parts):
-        initialize(part, TABLE, hf_config(), seed=3, tp_rank=rank, tp_size=2)
+        initialize(part, TABLE, hf_config(), seed=3, place=TensorPlace(rank, 2))
     gates, ups = zip(*(part.mlp.weight.chunk(2) for part in parts), strict=True)
     assert torch.equal(torch.cat([*gates, *ups]), whole.mlp.weight)

@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3OmniMoeAudioEncoder, Qwen3OmniMoeVisionEncoder
 
 from swiftcp.data.batch import AudioItems
+from swiftcp.errors import ConfigError
 from swiftcp.models.qwen3_vl.tower import VisionTower
 from swiftcp.models.tower_layers import FrameAttention, FrameLayout, frame_attention, fused_frame_attention
 from swiftcp.models.towers import Unit, layer_multiplications
 
 _NUM_CONVOLUTIONS = 3
+_CHUNK_FEATURES = 13
+"""What the encoder makes of a whole chunk."""
 
 
 class Qwen3OmniVisionTower(VisionTower, Qwen3OmniMoeVisionEncoder):
@@ -114,6 +117,29 @@ class AudioGeometry:
         """Frames of each chunk of a window."""
         full, rest = divmod(frames, self.chunk_frames)
         return [self.chunk_frames] * full + [rest] * (rest > 0)
+
+
+def audio_geometry(audio_config: Any) -> AudioGeometry:
+    """Of the encoder that a configuration describes.
+
+    Raises:
+        ConfigError: the sizes of chunks are none that the formula of lengths in `transformers` is made for.
+    """
+    chunk_frames = 2 * audio_config.n_window
+    if convolved(chunk_frames) != _CHUNK_FEATURES or audio_config.n_window_infer < chunk_frames:
+        raise ConfigError(
+            f"config.json: audio_config.n_window {audio_config.n_window} and n_window_infer {audio_config.n_window_infer} do not make"
+            f" chunks of {_CHUNK_FEATURES} features, which Qwen3-Omni is built for: use a checkpoint that has them (50 and 800)"
+        )
+    return AudioGeometry(
+        num_mel_bins=audio_config.num_mel_bins,
+        chunk_frames=chunk_frames,
+        window_chunks=audio_config.n_window_infer // chunk_frames,
+        num_layers=audio_config.encoder_layers,
+        hidden_size=audio_config.d_model,
+        intermediate_size=audio_config.encoder_ffn_dim,
+        num_channels=audio_config.downsample_hidden_size,
+    )
 
 
 def _within(lengths: list[int], longest: int) -> Tensor:

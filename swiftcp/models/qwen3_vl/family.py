@@ -34,7 +34,7 @@ class Qwen3VL:
 
     model_type = "qwen3_vl"
     architecture = "Qwen3VLForConditionalGeneration"
-    aligner_prefixes = ("visual.merger.", "visual.deepstack_merger_list.")
+    aligner_prefixes: tuple[str, ...] = ("visual.merger.", "visual.deepstack_merger_list.")
 
     def decoder_config(self, hf_config: Any) -> dict[str, Any]:
         text = hf_config.text_config

@@ -1,0 +1,68 @@
+"""Names of Qwen3-Omni-MoE's tensors: what `save_pretrained` writes, and where each stands in `MultimodalGPTModel`.
+
+The whole model's names begin with `thinker.`, which those of a thinker alone lack. Experts are stored one by one. The talker and
+code2wav are no part of our model: they are carried over from the folder that the weights came from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from swiftcp.checkpoint.name_table import ExpertDirect, ExpertGateUp, NameTable, Prefix, Rule
+from swiftcp.models.family import multimodal_config
+from swiftcp.models.qwen3_vl.names import EMBEDDING, HEAD, decoder_rules
+from swiftcp.models.qwen3_vl_moe.names import ROUTER
+
+CARRIED = ("talker.", "code2wav.")
+
+
+def _stored(name: str, root: str) -> str:
+    """The name of a tensor of the decoder, given that in Qwen3-VL."""
+    return root + name.replace("model.language_model.", "model.")
+
+
+def _renamed(rule: Rule, root: str) -> Rule:
+    return replace(rule, sources=tuple(_stored(name, root) for name in rule.sources))
+
+
+def qwen3_omni_name_table(hf_config: Any) -> NameTable:
+    """The table of what a `Qwen3OmniMoeConfig` or a `Qwen3OmniMoeThinkerConfig` describes."""
+    thinker = multimodal_config(hf_config)
+    text = thinker.text_config
+    root = "" if thinker is hf_config else "thinker."
+    experts: tuple[Rule, ...] = (
+        ExpertGateUp(
+            (
+                root + "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+                root + "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+            ),
+            (
+                "language_model.decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight",
+                "language_model.decoder.layers.{layer}.mlp.experts.linear_fc1.weight{expert}",
+            ),
+            parallel_dim=0,
+            num_experts=text.num_experts,
+        ),
+        ExpertDirect(
+            (root + "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",),
+            (
+                "language_model.decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight",
+                "language_model.decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}",
+            ),
+            parallel_dim=1,
+            num_experts=text.num_experts,
+        ),
+    )
+    return NameTable(
+        rules=(
+            *(_renamed(rule, root) for rule in (*decoder_rules(text), ROUTER)),
+            *experts,
+            Prefix(root + "visual.", "visual."),
+            Prefix(root + "audio_tower.", "audio."),
+        ),
+        num_layers=text.num_hidden_layers,
+        tied={_stored(HEAD, root): _stored(EMBEDDING, root)} if thinker.tie_word_embeddings else {},
+        base_prefix="thinker.",
+        carried=CARRIED if root else (),
+    )
