@@ -23,7 +23,7 @@ from swiftcp.config.concerns import (
 from swiftcp.config.defaults import MISSING_TENSORBOARD, PART_RATES, fill_defaults
 from swiftcp.config.facts import Machine, ModelFacts, has_tensorboard, has_transformer_engine, read_model_facts
 from swiftcp.config.layout_checks import LAYOUT_RULES, LAYOUT_WARNINGS, describe_layout
-from swiftcp.config.paths import CHECKPOINTS_FOLDER, INDEX_FILE, MARKER_FILE, WEIGHTS_FILE, missing, split_row_limit
+from swiftcp.config.paths import CHECKPOINTS_FOLDER, INDEX_FILE, MARKER_FILE, WEIGHTS_FILE, is_hub_name, missing, split_row_limit
 from swiftcp.config.resolved import ResolvedConfig
 from swiftcp.config.wording import counted
 from swiftcp.errors import ConfigError, raise_config_errors
@@ -40,7 +40,7 @@ def _datasets(case: Case) -> Iterator[Finding]:
     for key in ("dataset", "val_dataset"):
         for dataset in getattr(case.config, key, []):
             path, limit = split_row_limit(dataset)
-            if not path.exists():
+            if not path.exists() and not is_hub_name(str(path)):
                 yield key, missing(key, path)
             if limit == 0:
                 yield key, f"{key} {dataset} takes 0 rows: set #N to 1 or more"

@@ -20,6 +20,15 @@ def _path_text(value: object) -> object:
 
 PathText = Annotated[str, BeforeValidator(_path_text)]
 TrainingMode = Literal["sft", "pt"]
+LossScale = Literal[
+    "default",
+    "last_round",
+    "all",
+    "ignore_empty_think",
+    "default+ignore_empty_think",
+    "last_round+ignore_empty_think",
+    "all+ignore_empty_think",
+]
 StateType = Literal["fp32", "bf16", "fp16", "fp8"]
 """Number format of the optimizer's state."""
 
@@ -65,13 +74,16 @@ class DataConfig(Concern):
     panel = "Data"
 
     dataset: list[PathText] = Field(min_length=1)
-    """Files or folders of rows; `path#N` takes N rows of one."""
+    """Files or folders of rows, or names on the Hub; `path#N` takes the first N rows of one."""
     max_length: PositiveInt | None = None
     """Longest row, in tokens, media included. Default: what the model was made for (max_position_embeddings), or less to fit a pack."""
     truncation_strategy: Literal["raise", "delete"] = "raise"
     """A row longer than `max_length`: `raise` treats it as a bad row (see `strict`), `delete` drops and counts it."""
     strict: bool = True
     """A bad row is an error before the model is built. False: it is dropped, counted and listed in bad_rows.jsonl."""
+    loss_scale: LossScale = "default"
+    """What `sft` trains: every assistant turn (default), those behind the last user message (last_round), or the whole text (all); with
+    `ignore_empty_think`, alone or behind a +, no empty blocks of thoughts. A message's own `loss` wins."""
     dataloader_num_workers: NonNegativeInt | None = None
     """Processes of each rank that read rows ahead; 0: none. Default: the cores shared by the ranks, 4 at most; 0 on a CPU."""
 

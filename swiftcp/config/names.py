@@ -155,7 +155,6 @@ NOT_BUILT: dict[str, str | None] = {
     "fp8_format": None,
     "fp8_recipe": None,
     "fp8_param_gather": "false",
-    "loss_scale": "default",
     "enable_dft_loss": "false",
     "enable_channel_loss": "false",
     "task_type": "causal_lm",

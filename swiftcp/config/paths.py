@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -11,6 +12,8 @@ CHECKPOINTS_FOLDER = "checkpoints"
 """In the output folder."""
 MARKER_FILE = "complete.json"
 """In a checkpoint of a run; written last."""
+ROW_FILES = (".jsonl", ".json", ".csv", ".parquet")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*(:[\w.-]+)?")
 STATE_FILE = "state.json"
 """In a checkpoint of a run: where it stands, and of what recipe."""
 
@@ -23,6 +26,13 @@ def missing(what: str, path: Path) -> str:
         return f"{what} {path} does not exist: there is no folder {parent}" + (f", only {existing}" if existing else "")
     matches = get_close_matches(path.name, [entry.name for entry in parent.iterdir()], n=1)
     return f"{what} {path} does not exist" + (f": did you mean '{parent / matches[0]}'?" if matches else f": {parent} holds no such entry")
+
+
+def is_hub_name(dataset: str) -> bool:
+    """`owner/name`, with `:subset` behind it perhaps, where neither it nor a folder `owner` lies here and no file of rows is meant."""
+    path = Path(dataset)
+    is_name = _HUB_NAME.fullmatch(dataset) is not None and path.suffix.lower() not in ROW_FILES
+    return is_name and not path.exists() and not path.parent.exists()
 
 
 def split_row_limit(dataset: str) -> tuple[Path, int | None]:

@@ -11,6 +11,9 @@ at once, for templates treat the last turn differently. Templates of Qwen do not
    made of special tokens, which no text of a row may hold, so this cannot hit a user's text. From the turn's beginning the
    generation prompt's own text is left out, and what the template writes there before any content.
 
+`loss_scale` trains more or less than that: `last_round` the turns behind the last user message, `all` the whole text. A message's own
+`loss` wins over it. With `ignore_empty_think` blocks of thoughts that hold nothing are not trained, whoever wrote them.
+
 In `pt`, no template is used: texts are joined with nothing between, and one end-of-text token follows.
 """
 
@@ -25,10 +28,14 @@ from functools import cached_property
 from typing import Any
 
 import jinja2
+import numpy as np
 
-from swiftcp.data.rows import KINDS, TEXT_ROLE, MediaPart, Message, Part, Row, TextPart, shown
+from swiftcp.config.concerns import LossScale
+from swiftcp.data.rows import KINDS, TEXT_ROLE, MediaPart, Message, Part, Row, TextPart
+from swiftcp.data.values import shown
 from swiftcp.errors import DataError
 
+_EMPTY_THOUGHTS = re.compile(r"<think>\s*</think>\s*")
 _MARK = re.compile("\ue000([0-9]+)\ue001")
 """Marks are numbers between two private characters."""
 
@@ -76,12 +83,14 @@ def _mark(number: int) -> str:
 class ChatTemplate:
     """The chat template of one checkpoint's processor."""
 
-    def __init__(self, processor: Any) -> None:
+    def __init__(self, processor: Any, loss_scale: LossScale = "default") -> None:
         self._processor = processor
+        self._trained, *others = loss_scale.split("+")
+        self._ignores_empty_thoughts = "ignore_empty_think" in (self._trained, *others)
         self._reserved = re.compile("|".join(map(re.escape, sorted(reserved_tokens(processor), key=len, reverse=True))))
 
     def sft(self, row: Row) -> Rendered:
-        """The conversation, with the assistant turns trained whose `loss` is not false.
+        """The conversation, with what `loss_scale` and the messages' `loss` say trained.
 
         Raises:
             DataError: the row does not suit `sft`, holds a special token in its text, or the template cannot render it.
@@ -89,11 +98,21 @@ class ChatTemplate:
         self._check_sft(row)
         text = self._render(map(_as_dict, row.messages), row.tools)
         turns = self._marked_turns(row, text) or self._structural_turns(row, text)
-        spans = []
-        for message, turn in zip(_assistants(row), turns, strict=True):
-            if message.loss is not False:
-                spans += [Span(turn.start, turn.end, message.weight), Span(turn.stop, turn.stop + len(self._layout.end), message.weight)]
-        return Rendered(text, _joined(spans))
+        weights_C = np.full(len(text), 1.0 if self._trained == "all" else np.nan)
+        for message, turn, scaled in zip(_assistants(row), turns, self._scaled(row), strict=True):
+            weight = message.weight if (scaled if message.loss is None else message.loss) else np.nan
+            weights_C[turn.start : turn.end] = weights_C[turn.stop : turn.stop + len(self._layout.end)] = weight
+        if self._ignores_empty_thoughts:
+            for found in _EMPTY_THOUGHTS.finditer(text):
+                weights_C[found.start() : found.end()] = np.nan
+        return Rendered(text, _spans(weights_C))
+
+    def _scaled(self, row: Row) -> Iterator[bool]:
+        """Whether each assistant turn is trained by `loss_scale` alone."""
+        last_user = max((index for index, message in enumerate(row.messages) if message.role == "user"), default=-1)
+        for index, message in enumerate(row.messages):
+            if message.role == "assistant":
+                yield index > last_user or self._trained != "last_round"
 
     def pt(self, row: Row) -> Rendered:
         """The row's texts, one after the other, and one end-of-text token; all trained but messages whose `loss` is false.
@@ -266,6 +285,13 @@ def _part_as_dict(part: Part) -> dict[str, Any]:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     return {"type": part.kind}
+
+
+def _spans(weights_C: np.ndarray) -> tuple[Span, ...]:
+    """Runs of characters of one weight; NaN is not trained."""
+    keys_C = np.where(np.isnan(weights_C), -1.0, weights_C)
+    borders = [0, *(np.flatnonzero(np.diff(keys_C)) + 1).tolist(), len(keys_C)]
+    return tuple(Span(start, end, float(keys_C[start])) for start, end in itertools.pairwise(borders) if end > start and keys_C[start] >= 0)
 
 
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:

@@ -120,7 +120,8 @@ class _Measure:
 
 def _digest(row: Row) -> bytes:
     """Of the row's conversation, with the names of its media, and their bytes where it holds them."""
-    contents = [asdict(message) for message in row.messages], row.tools, *([True] if row.use_audio_in_video else [])
+    more = [*([True] if row.use_audio_in_video else []), *([asdict(row.objects)] if row.objects is not None else [])]
+    contents = [asdict(message) for message in row.messages], row.tools, *more
     return hashlib.sha256(json.dumps(contents, default=_plain).encode()).digest()
 
 

@@ -17,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swiftcp.config.concerns import LossScale
 from swiftcp.data.batch import IGNORED_LABEL, AudioItems, Sample, VisualItems
 from swiftcp.data.chat import ChatTemplate, Rendered
+from swiftcp.data.grounding import object_writer
 from swiftcp.data.media import MediaAccess, MediaError
 from swiftcp.data.placeholders import replacements
 from swiftcp.data.rows import Row, RowError
@@ -43,6 +45,7 @@ class RowEncoder:
         mode: Mode = "sft",
         max_length: int | None = None,
         truncation_strategy: TruncationStrategy = "raise",
+        loss_scale: LossScale = "default",
         limits: MediaLimits | None = None,
         access: MediaAccess | None = None,
         decode_media: bool = True,
@@ -51,6 +54,7 @@ class RowEncoder:
         Args:
             processor: the checkpoint's, from `AutoProcessor`; it is not changed.
             max_length: tokens of the longest sample; rows above it are the data set's to treat, by `truncation_strategy`.
+            loss_scale: what of a conversation is trained in `sft`.
             decode_media: False gives samples without patches, from the media's headers alone.
 
         Raises:
@@ -66,7 +70,7 @@ class RowEncoder:
         self._processor = limit_processor(processor, limits or MediaLimits())
         self._position_ids = position_ids
         self._decode_media = decode_media
-        self._template = ChatTemplate(self._processor)
+        self._template = ChatTemplate(self._processor, loss_scale)
         self._visuals = Visuals(self._processor, access or MediaAccess())
         self._sounds = Sounds(self._processor, access or MediaAccess())
 
@@ -147,6 +151,9 @@ class RowEncoder:
         return replace(self._visuals.plan(row), num_frames_A=self._sounds.num_frames(lengths))
 
     def _render(self, row: Row) -> Rendered:
+        if row.objects is not None:
+            sizes = self._visuals.image_sizes(row) if row.objects.needs_sizes else {}
+            row = row.with_texts(object_writer(row.objects, sizes))
         rendered = self._template.sft(row) if self.mode == "sft" else self._template.pt(row)
         for kind, parts in (("image", row.images), ("video", row.videos), ("audio", row.audios)):
             token = getattr(self._processor, f"{kind}_token", None)

@@ -1,4 +1,4 @@
-"""Files of rows: `.jsonl`, `.json`, `.csv`, `.parquet`, and folders of those, as one lazy sequence of rows.
+"""Files of rows: `.jsonl`, `.json`, `.csv`, `.parquet`, folders of those, and data sets of the Hub, as one lazy sequence of rows.
 
 Rows are parsed when they are asked for, and never through one schema, so that a column of mixed types is no error. JSON lines are
 found by their byte offsets and Parquet files are memory-mapped: a data set costs little memory, and little to send to a worker.
@@ -13,13 +13,13 @@ import json
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, overload
 
 import numpy as np
 
-from swiftcp.config.paths import missing, split_row_limit
+from swiftcp.config.paths import is_hub_name, missing, split_row_limit
+from swiftcp.data.arrow_rows import open_hub, open_parquet, open_saved
 from swiftcp.data.rows import Row, RowError, parse_row
 from swiftcp.errors import DataError
 
@@ -75,8 +75,16 @@ def read_rows(datasets: Sequence[str | Path]) -> Rows:
 
 def _open_dataset(dataset: str) -> list[RowFile]:
     path, count = split_row_limit(dataset)
-    files = [_open_file(file) for file in _find_files(path)]
+    files = _open_files(path)
     return files if count is None else _first_rows(files, count, dataset)
+
+
+def _open_files(path: Path) -> list[RowFile]:
+    if is_hub_name(str(path)):
+        return [open_hub(path)]
+    if path.is_dir() and (saved := open_saved(path)) is not None:
+        return [saved]
+    return [_open_file(file) for file in _find_files(path)]
 
 
 def _find_files(path: Path) -> list[Path]:
@@ -84,7 +92,7 @@ def _find_files(path: Path) -> list[Path]:
         raise DataError(missing("dataset", path))
     if path.is_file():
         return [path]
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in _READERS)
+    files = sorted(file for file in path.iterdir() if file.suffix.lower() in _READERS and file.name != "dataset_infos.json")
     if not files:
         raise DataError(f"folder {path} holds no data set: expected files ending in {', '.join(_READERS)}")
     return files
@@ -219,45 +227,4 @@ def _open_csv(path: Path) -> RowFile:
     return _Table(path, rows)
 
 
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Every rank opens the file: their bars would run into each other."""
-    from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-
-    were_disabled = are_progress_bars_disabled()
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were_disabled:
-            enable_progress_bars()
-
-
-class Parquet:
-    """Memory-mapped by `datasets`; media columns stay bytes, and what Arrow filled with nulls is absent."""
-
-    def __init__(self, path: Path) -> None:
-        import datasets
-        from pyarrow import ArrowException
-
-        self.path = path
-        try:
-            with _no_progress_bars():
-                self._rows = datasets.Dataset.from_parquet(str(path)).with_format("arrow")
-        except (ArrowException, datasets.exceptions.DatasetGenerationError) as error:
-            raise DataError(f"{path} cannot be read as Parquet: {error.__cause__ or error}") from None
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def read(self, index: int) -> tuple[int, Any]:
-        return index + 1, _without_nulls(self._rows[index].to_pylist()[0])
-
-
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-_READERS = {".jsonl": JsonLines, ".json": _open_json, ".csv": _open_csv, ".parquet": Parquet}
+_READERS = {".jsonl": JsonLines, ".json": _open_json, ".csv": _open_csv, ".parquet": open_parquet}

@@ -8,15 +8,16 @@ text is text.
 
 from __future__ import annotations
 
-import itertools
-import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from swiftcp.data.grounding import Objects, parse_objects
 from swiftcp.data.row_formats import to_messages
+from swiftcp.data.tool_calls import parse_tool_calls, parse_tools
+from swiftcp.data.values import check_text, parse_json, shown
 from swiftcp.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -27,8 +28,10 @@ KINDS = ("image", "video", "audio")
 """Of media."""
 
 _TAG = re.compile("(<image>|<video>|<audio>)")
-_PART_KEYS = {kind: (kind, "url", "path", f"{kind}_url") for kind in KINDS}
-_PART_TYPES = {"text": "text"} | {name: kind for kind in KINDS for name in (kind, f"{kind}_url")}
+_PART_KEYS = {kind: (kind, "url", "path", f"{kind}_url", f"input_{kind}") for kind in KINDS}
+_PART_TYPES = dict.fromkeys(("text", "input_text", "output_text"), "text") | {
+    name: kind for kind in KINDS for name in (kind, f"{kind}_url", f"input_{kind}")
+}
 
 MediaSource = str | bytes
 """A path (relative to the data file), a `file://`, `http(s)://` or `data:` URI, or a file's bytes."""
@@ -109,6 +112,8 @@ class Row:
     tools: tuple[dict[str, Any], ...] = ()
     use_audio_in_video: bool = False
     """Whether the sound of its videos is heard, interleaved with their frames."""
+    objects: Objects | None = None
+    """What the texts' `<ref-object>` and `<bbox>` stand for."""
 
     @property
     def images(self) -> tuple[ImagePart, ...]:
@@ -130,6 +135,14 @@ class Row:
         """Everything that is heard, in the order of the conversation."""
         heard = (AudioPart, VideoPart) if self.use_audio_in_video else AudioPart
         return tuple(part for message in self.messages for part in message.parts if isinstance(part, heard))
+
+    def with_texts(self, write: Callable[[str], str]) -> Row:
+        """The row with each of its texts, in order, as `write` gives it back."""
+        messages = [
+            replace(message, parts=tuple(TextPart(write(part.text)) if isinstance(part, TextPart) else part for part in message.parts))
+            for message in self.messages
+        ]
+        return replace(self, messages=tuple(messages))
 
     def error(self, reason: str, kind: str = "row") -> RowError:
         return RowError(self.file, self.line, reason, kind)
@@ -155,38 +168,18 @@ def parse_row(raw: Any, file: Path, line: int) -> Row:
     try:
         if not isinstance(raw, dict):
             raise DataError(f"a row must be a JSON object, not {shown(raw)}")
-        _check_text(raw)
+        check_text(raw)
         messages = [_parse_message(item, position) for position, item in enumerate(to_messages(raw), start=1)]
         _check_roles([message.role for message, _ in messages])
         media = {kind: _media_column(raw, kind) for kind in KINDS}
         _check_counts(messages, media)
         sources = {kind: iter(sources) for kind, sources in media.items()}
         filled = tuple(replace(message, parts=tuple(_fill(parts, sources))) for message, parts in messages)
-        return Row(file, line, filled, tuple(_parse_tools(raw.get("tools"))), _parse_flag(raw, "use_audio_in_video"))
+        row = Row(file, line, filled, tuple(parse_tools(raw.get("tools"))), _parse_flag(raw, "use_audio_in_video"))
+        texts = [part.text for message in filled for part in message.parts if isinstance(part, TextPart)]
+        return replace(row, objects=parse_objects(raw.get("objects"), texts, num_images=len(row.images)))
     except DataError as error:
         raise RowError(file, line, str(error)) from None
-
-
-def _check_text(value: Any) -> None:
-    """Raises: DataError: a string holds half of a surrogate pair, as an emoji that was cut in two does; it is no text."""
-    if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            code = f"U+{ord(value[error.start]):04X}"
-            raise DataError(f"a text holds the lone surrogate {code} at character {error.start + 1}: mend or remove it") from None
-    elif isinstance(value, Mapping):
-        for item in itertools.chain(value.keys(), value.values()):
-            _check_text(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _check_text(item)
-
-
-def shown(value: Any) -> str:
-    """A value as errors show it: its type and the beginning of its text."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
 
 def _parse_message(item: Any, position: int) -> tuple[Message, _RawParts]:
@@ -195,7 +188,7 @@ def _parse_message(item: Any, position: int) -> tuple[Message, _RawParts]:
     role = item.get("role")
     if role not in (*ROLES, TEXT_ROLE):
         raise DataError(f"message {position} has the role {shown(role)}: use one of {', '.join(ROLES)}")
-    tool_calls = tuple(_parse_tool_calls(item.get("tool_calls"), position))
+    tool_calls = tuple(parse_tool_calls(item.get("tool_calls"), position))
     reasoning = item.get("reasoning_content")
     if reasoning is not None and not isinstance(reasoning, str):
         raise DataError(f"message {position} has the reasoning_content {shown(reasoning)}: it must be a string")
@@ -285,6 +278,8 @@ def _media_part(kind: str, value: Any, fps: float | None = None) -> MediaPart:
 
 
 def _source(kind: str, value: Any) -> MediaSource:
+    if isinstance(value, Mapping) and isinstance(value.get("data"), str):  # OpenAI's input_audio
+        value = f"data:{kind}/{value.get('format', '*')};base64,{value['data']}"
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("bytes", "path", "url") if value.get(key) is not None), value)
     if not isinstance(value, str | bytes) or not value:
@@ -335,40 +330,3 @@ def _check_roles(roles: Sequence[str]) -> None:
             raise DataError(f"message {position} has the role system: only the first message may (is there a system column too?)")
     if roles[0] == "tool":
         raise DataError("the first message has the role tool: a tool answers an assistant message")
-
-
-def _parse_tools(tools: Any) -> list[dict[str, Any]]:
-    if tools is None or tools == "":
-        return []
-    tools = parse_json(tools, "tools") if isinstance(tools, str) else tools
-    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
-        raise DataError(f"tools is {shown(tools)}: it must be a list of objects, or that list as a JSON string")
-    return list(tools)
-
-
-def _parse_tool_calls(calls: Any, position: int) -> Iterator[dict[str, Any]]:
-    calls = parse_json(calls, f"tool_calls of message {position}") if isinstance(calls, str) else calls
-    if calls is not None and not isinstance(calls, list | tuple):
-        raise DataError(f"message {position} has the tool_calls {shown(calls)}: it must be a list, or that list as a JSON string")
-    for call in calls or []:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise DataError(f"message {position} has the tool call {shown(call)}: it needs a name and arguments")
-        arguments = function.get("arguments") or {}
-        if isinstance(arguments, str):
-            arguments = parse_json(arguments, f"arguments of {function['name']} in message {position}")
-        if not isinstance(arguments, dict):
-            raise DataError(f"message {position} calls {function['name']} with {shown(arguments)}: arguments must be an object")
-        yield {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def parse_json(text: str, what: str) -> Any:
-    """A column that holds JSON as a string.
-
-    Raises:
-        DataError: it is no JSON.
-    """
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise DataError(f"{what} is {shown(text)}, which is no JSON: {error}") from None

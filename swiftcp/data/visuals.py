@@ -169,6 +169,15 @@ class Visuals:
         num_frames = len(set(metadata.frames_indices or ()))
         return self._processor.video_processor.temporal_patch_size * (metadata.duration or 0.0) / max(num_frames, 1)
 
+    def image_sizes(self, row: Row) -> dict[int, tuple[int, int]]:
+        """(height, width) of each image that a box of the row's objects lies in, by index.
+
+        Raises:
+            MediaError: a header cannot be read.
+        """
+        wanted = set(row.objects.image_ids) if row.objects is not None else ()
+        return {index: image_size(row.images[index].source, row.file.parent, self._access) for index in wanted}
+
     def patches(self, row: Row, plan: MediaPlan) -> Tensor:
         """[P, D] float32: the patches of all images, then of all videos.
 

@@ -42,6 +42,7 @@ def make_encoder(config: RunConfig, mode: Mode, source: Source, mesh: Mesh) -> R
         mode=mode,
         max_length=config.max_length,
         truncation_strategy=config.truncation_strategy,
+        loss_scale=config.loss_scale,
         limits=MediaLimits(**{field.name: getattr(config, field.name) for field in fields(MediaLimits)}),
         decode_media=mesh.is_first_stage,
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swiftcp.config.concerns import LossScale
 from swiftcp.data.chat import ChatTemplate, Rendered, reserved_tokens
 from swiftcp.data.rows import parse_row
 from swiftcp.errors import DataError
@@ -68,9 +69,9 @@ def with_template(template: str) -> Any:
     return changed
 
 
-def sft(raw: dict[str, Any], template: str | None = None) -> Rendered:
+def sft(raw: dict[str, Any], template: str | None = None, loss_scale: LossScale = "default") -> Rendered:
     chosen = processor() if template is None else with_template(template)
-    return ChatTemplate(chosen).sft(parse_row(raw, Path("d.jsonl"), 1))
+    return ChatTemplate(chosen, loss_scale).sft(parse_row(raw, Path("d.jsonl"), 1))
 
 
 def pt(raw: dict[str, Any]) -> Rendered:
@@ -192,6 +193,26 @@ def test_case_15_an_empty_block_of_ones_own_is_trained() -> None:
 
 def test_case_15_without_history() -> None:
     assert trained(sft(conversation("u", "A"), HYBRID)) == ["A" + END]
+
+
+def test_loss_scale() -> None:
+    raw = {"messages": [*conversation("u", "first", "v", "second")["messages"], {"role": "assistant", "content": "third"}]}
+    assert trained(sft(raw, loss_scale="last_round")) == ["second" + END, "third" + END]
+    whole = sft(raw, loss_scale="all")
+    assert trained(whole) == [whole.text]
+    raw["messages"][1]["loss"], raw["messages"][3]["loss"], raw["messages"][4]["weight"] = True, False, 0.5
+    assert trained(sft(raw, loss_scale="last_round")) == ["first" + END, "third" + END]
+    pieces = trained(sft(raw, loss_scale="all"))
+    assert "".join(pieces) == whole.text.replace("second" + END, "") and pieces[-2:] == ["third" + END, "\n"]
+
+
+@pytest.mark.parametrize("loss_scale", ["ignore_empty_think", "last_round+ignore_empty_think"])
+def test_case_15_empty_thoughts_may_be_left_out_of_the_loss(loss_scale: LossScale) -> None:
+    raw = conversation("u", "<think>\n\n</think>\n\nhi")
+    assert trained(sft(raw)) == ["<think>\n\n</think>\n\nhi" + END]
+    assert trained(sft(raw, loss_scale=loss_scale)) == ["hi" + END]
+    raw = conversation("u", "<think>\nhm\n</think>\n\nhi")
+    assert trained(sft(raw, loss_scale=loss_scale)) == ["<think>\nhm\n</think>\n\nhi" + END]
 
 
 def test_templates_that_strip_contents() -> None:

@@ -123,6 +123,59 @@ def test_parquet_that_is_none(tmp_path: Path, parquet: Path) -> None:
         read_rows([path])
 
 
+def test_folders_that_datasets_saved(tmp_path: Path) -> None:
+    import datasets
+
+    table = datasets.Dataset.from_list([{"query": "q", "response": "r"}] * 2)
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(tmp_path / "several")
+    datasets.DatasetDict({"test": table}).save_to_disk(tmp_path / "other")
+    assert [row.line for row in read_rows([tmp_path / "one", tmp_path / "several"])] == [1, 2, 1, 2]
+    with pytest.raises(DataError, match="has the splits test, of which none is train"):
+        read_rows([tmp_path / "other"])
+
+
+def test_names_on_the_hub_come_from_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    from datasets.arrow_writer import ArrowWriter
+
+    cached = tmp_path / "owner___name" / "default" / "0.0.0" / "0a1b"
+    cached.mkdir(parents=True)
+    features = datasets.Features({"query": datasets.Value("string"), "response": datasets.Value("string")})
+    writer = ArrowWriter(path=str(cached / "name-train.arrow"), features=features)
+    for query in "abc":
+        writer.write({"query": query, "response": "r"})
+    count, size = writer.finalize()
+    splits = datasets.SplitDict({"train": datasets.splits.SplitInfo("train", size, count, dataset_name="name")}, dataset_name="name")
+    info = datasets.DatasetInfo(features=features, builder_name="parquet", dataset_name="name", config_name="default", splits=splits)
+    info.version = datasets.Version("0.0.0")
+    info.write_to_directory(str(cached))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    assert [row.messages[0].text for row in read_rows(["owner/name#2"])] == ["a", "b"]
+    assert str(read_rows(["owner/name"])[2].error("no")) == "owner/name:3: no"
+    with pytest.raises(DataError, match=r"dataset owner/none is no path here, and datasets cannot load it from the Hub or its local cache"):
+        read_rows(["owner/none"])
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet"])
+def test_a_column_that_is_null_at_first(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    raws = [{"query": "q", "response": "r", "system": None} for _ in range(1100)] + [{"query": "q", "response": "r", "system": "s"}]
+    path = tmp_path / f"rows.{kind}"
+    if kind == "jsonl":
+        write_jsonl(path, raws)
+    elif kind == "csv":
+        path.write_text("query,response,system\n" + "".join(f"q,r,{raw['system'] or ''}\n" for raw in raws))
+    else:
+        import datasets
+
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+        pq.write_table(pa.Table.from_pylist(raws), path, row_group_size=100)
+    rows = read_rows([path])
+    assert len(rows[0].messages) == 2 and [message.role for message in rows[1100].messages] == ["system", "user", "assistant"]
+
+
 def test_folders_and_several_data_sets(tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
