@@ -9,6 +9,7 @@ one pool. An error on any rank fails the call with that rank's traceback.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import socket
@@ -55,6 +56,7 @@ def _serve(rank: int, connection: Connection, device: str) -> None:
     torch.set_num_threads(1)
     if device == "cpu":
         cpu_shim.install()
+    gc.freeze()
     while (request := connection.recv()) is not None:
         function, arguments, num_ranks, port = request
         try:
@@ -62,6 +64,8 @@ def _serve(rank: int, connection: Connection, device: str) -> None:
             result = function(*arguments)
             # All ranks leave at once: NCCL waits for those that are still in a group.
             mesh.stop()
+            # A model holds its groups in a cycle, and each group of gloo's keeps polling threads: hundreds of them stop a machine.
+            gc.collect()
             connection.send((True, result))
         except BaseException:
             connection.send((False, traceback.format_exc()))
