@@ -198,6 +198,12 @@ def _media(case: Case) -> Iterator[Finding]:
             yield low, f"{low} {smallest} is above {high} {largest}: set it to {largest} or less"
 
 
+def _media_root(case: Case) -> Iterator[Finding]:
+    root = case.config.media_root
+    if root and not Path(root).is_dir():
+        yield "media_root", missing("media_root", Path(root)) if not Path(root).exists() else f"media_root {root} is no folder: set one"
+
+
 def _trained_parts(case: Case) -> Iterator[Finding]:
     if case.has(FreezeConfig) and case.config.freeze_llm and case.config.freeze_vit and case.config.freeze_aligner:
         yield "freeze_llm", "freeze_llm, freeze_vit and freeze_aligner are all true, so nothing would be trained: set one to false"
@@ -277,6 +283,7 @@ RULES: tuple[Rule, ...] = (
     _duration,
     _recompute,
     _media,
+    _media_root,
     _trained_parts,
     _trackers,
     _outputs,

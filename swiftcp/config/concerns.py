@@ -133,6 +133,14 @@ class MediaConfig(Concern):
     """Fewest frames taken from a video. None: as the checkpoint's processor says."""
     fps_max_frames: PositiveInt | None = None
     """Most frames taken from a video. None: as the checkpoint's processor says."""
+    media_root: PathText | None = None
+    """Folder that every file of media must lie in, links followed; others are refused. None: anywhere."""
+    allow_http: bool = False
+    """Fetch media that are named by http(s):// (never from this machine's own addresses, nor through redirections)."""
+    max_image_pixels: PositiveInt | None = None
+    """Largest image, in pixels as its header says, that is decoded. None: 178,956,970, Pillow's guard."""
+    media_timeout: PositiveFloat = 120.0
+    """Seconds after which the decoding of a video or of sound is given up; the row is then a bad one."""
 
 
 class TrainingConfig(Concern):

@@ -20,7 +20,7 @@ from typing import Any
 import av
 import numpy as np
 
-from swiftcp.data.media import MediaAccess, MediaError, label, resolve
+from swiftcp.data.media import MediaAccess, MediaError, label, open_container, resolve, within
 from swiftcp.data.rows import MediaSource
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,10 @@ def read_audio(source: MediaSource, folder: Path, access: MediaAccess, rate: int
     Raises:
         MediaError: the file cannot be read, or has no sound.
     """
-    where = resolve(source, folder, access)
+    return within(access.timeout, f"audio {label(source)}", lambda: _read_audio(source, resolve(source, folder, access), rate))
+
+
+def _read_audio(source: MediaSource, where: Path | bytes, rate: int) -> np.ndarray:
     decoded = _read_by_soundfile(where)
     with _naming(source):
         samples_CN, original = decoded if decoded is not None else _read_by_av(where, source)
@@ -96,7 +99,7 @@ def _read_by_soundfile(where: Path | bytes) -> tuple[np.ndarray, int] | None:
 def _read_by_av(where: Path | bytes, source: MediaSource) -> tuple[np.ndarray, int]:
     """([C, N] float32, rate) of the first audio stream."""
     container: Any
-    with av.open(BytesIO(where) if isinstance(where, bytes) else str(where)) as container:
+    with open_container(where) as container:
         if not container.streams.audio:
             raise MediaError(f"{label(source)} has no audio track: add one, or leave it out (use_audio_in_video false for a video)")
         rate = container.streams.audio[0].rate

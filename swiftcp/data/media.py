@@ -11,12 +11,14 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-import urllib.request
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from io import BytesIO
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
 
@@ -24,6 +26,7 @@ import av
 import numpy as np
 from PIL import Image, ImageOps
 
+from swiftcp.data.downloads import download
 from swiftcp.data.rows import MediaSource
 from swiftcp.errors import DataError
 
@@ -32,7 +35,10 @@ logger = logging.getLogger(__name__)
 MAX_MISSING_FRAMES = 2
 """Frames at a video's end that its header may promise and its stream lack: cutting without re-encoding drops that many."""
 _ORIENTATION_TAG = 0x0112
-_MAX_DOWNLOAD = 256 * 1024 * 1024  # bytes
+_SLOW_SECONDS = 10.0
+"""What takes longer to decode is named in a warning: GPUs may wait for it."""
+_RUNS_PROGRAMS = {"EPS"}
+"""Formats that Pillow would hand to another program."""
 
 
 class MediaError(DataError):
@@ -48,6 +54,10 @@ class MediaAccess:
     """Seconds."""
     max_image_pixels: int | None = None
     """Height x width of a decoded image; None keeps Pillow's guard (twice 89 million)."""
+    media_root: Path | None = None
+    """Folder that every file must lie in, links followed; None: anywhere."""
+    timeout: float = 120.0
+    """Seconds after which the decoding of a video or of sound is given up."""
 
 
 @dataclass(frozen=True)
@@ -79,18 +89,23 @@ def resolve(source: MediaSource, folder: Path, access: MediaAccess) -> Path | by
     if scheme in ("http", "https"):
         return _download(source, access)
     if scheme == "file":
-        return _existing(Path(unquote_to_bytes(urlsplit(source).path).decode()), source)
+        return _existing(Path(unquote_to_bytes(urlsplit(source).path).decode(errors="surrogateescape")), source, access)
     if "://" in source:
         raise MediaError(f"{label(source)} has the unknown scheme {scheme}: use a path, file://, data: or http(s)://")
-    return _existing(folder / source, source)
+    return _existing(folder / source, source, access)
 
 
-def _existing(path: Path, source: str) -> Path:
+def _existing(path: Path, source: str, access: MediaAccess) -> Path:
+    inside = exists = True
     try:
-        if path.is_file():
-            return path
-    except OSError:  # the name is too long: contents without their `data:`, perhaps
-        pass
+        inside = access.media_root is None or path.resolve().is_relative_to(access.media_root.resolve())
+        exists = path.is_file()
+    except (OSError, ValueError):  # the name is too long, or holds a null: contents without their `data:`, perhaps
+        exists = False
+    if not inside:
+        raise MediaError(f"{label(source)} lies outside of media_root {access.media_root}: move the file there, or set media_root")
+    if exists:
+        return path
     raise MediaError(f"{label(source)} is no file (looked for {label(str(path))}): paths are relative to the data file")
 
 
@@ -108,15 +123,45 @@ def _data_uri(source: str) -> bytes:
 
 def _download(source: str, access: MediaAccess) -> bytes:
     if not access.allow_http:
-        raise MediaError(f"{label(source)}: downloads are off: fetch the file beforehand")
+        raise MediaError(f"{label(source)}: downloads are off: fetch the file beforehand, or set allow_http true")
     try:
-        with urllib.request.urlopen(source, timeout=access.http_timeout) as response:
-            contents = response.read(_MAX_DOWNLOAD + 1)
-    except (OSError, ValueError) as error:
-        raise MediaError(f"{label(source)} cannot be fetched: {error}") from None
-    if len(contents) > _MAX_DOWNLOAD:
-        raise MediaError(f"{label(source)} is larger than {_MAX_DOWNLOAD} bytes: fetch the file beforehand")
-    return contents
+        return download(source, access.http_timeout)
+    except DataError as error:
+        raise MediaError(f"{label(source)} {error}") from None
+
+
+def within[T](seconds: float, what: str, work: Callable[[], T]) -> T:
+    """What `work` returns or raises, in a thread that is left to itself where it takes too long: decoders of broken files may hang.
+
+    Raises:
+        MediaError: `seconds` are over.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    began = perf_counter()
+    thread = threading.Thread(target=run, daemon=True, name=f"decoding {what}")
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise MediaError(f"{what} took more than {seconds:g} s to decode and was given up: re-encode or shorten it, or raise media_timeout")
+    if (took := perf_counter() - began) > _SLOW_SECONDS:
+        logger.warning("%s took %.0f s to decode: shorten or re-encode it", what, took)
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+@cache
+def _image_formats() -> list[str]:
+    Image.init()
+    return [name for name in Image.OPEN if name not in _RUNS_PROGRAMS]
 
 
 @contextmanager
@@ -127,14 +172,14 @@ def _opened(source: MediaSource, folder: Path, access: MediaAccess) -> Iterator[
     if limit is not None:
         Image.MAX_IMAGE_PIXELS = None  # the guard belongs to the process: put back below
     try:
-        with Image.open(BytesIO(where) if isinstance(where, bytes) else where) as image:
+        with Image.open(BytesIO(where) if isinstance(where, bytes) else where, formats=_image_formats()) as image:
             if limit is not None and image.width * image.height > limit:
                 raise Image.DecompressionBombError(f"{image.width}x{image.height} pixels, more than {limit}")
             yield image
     except MediaError:
         raise
     except Image.DecompressionBombError as error:
-        raise MediaError(f"image {label(source)} is too large to decode ({error}): shrink it") from None
+        raise MediaError(f"image {label(source)} is too large to decode ({error}): shrink it, or raise max_image_pixels") from None
     except Exception as error:  # decoders of broken files fail in many ways: OSError, SyntaxError, struct.error, ...
         raise MediaError(f"image {label(source)} cannot be read ({error or type(error).__name__}): replace the file") from None
     finally:
@@ -204,11 +249,21 @@ def _scale_16_bit(values_HW: np.ndarray) -> np.ndarray:
 
 
 @contextmanager
+def open_container(where: Path | bytes) -> Iterator[Any]:
+    """A file for PyAV, which reads nothing but it: a play list that names other files, or addresses, fails."""
+    with (
+        BytesIO(where) if isinstance(where, bytes) else where.open("rb") as file,
+        av.open(file, options={"protocol_whitelist": "pipe"}) as it,
+    ):
+        yield it
+
+
+@contextmanager
 def _opened_video(source: MediaSource, folder: Path, access: MediaAccess) -> Iterator[Any]:
     """An open container with a video stream; whatever goes wrong inside names the source."""
     where = resolve(source, folder, access)
     try:
-        with av.open(BytesIO(where) if isinstance(where, bytes) else str(where)) as container:
+        with open_container(where) as container:
             if not container.streams.video:
                 raise MediaError(f"video {label(source)} has no video stream: replace the file")
             yield container
@@ -226,6 +281,10 @@ def video_header(source: MediaSource, folder: Path, access: MediaAccess) -> Vide
     Raises:
         MediaError: there is no video stream, or one without frames, size or rate.
     """
+    return within(access.timeout, f"video {label(source)}", lambda: _video_header(source, folder, access))
+
+
+def _video_header(source: MediaSource, folder: Path, access: MediaAccess) -> VideoHeader:
     with _opened_video(source, folder, access) as container:
         stream = container.streams.video[0]
         rate = stream.average_rate or stream.guessed_rate
@@ -253,15 +312,22 @@ def read_frames[T](
     Raises:
         MediaError: decoding fails, or the video ends more than `MAX_MISSING_FRAMES` before the last index.
     """
+    return within(access.timeout, f"video {label(source)}", lambda: _read_frames(source, folder, access, indices, convert))
+
+
+def _read_frames[T](
+    source: MediaSource, folder: Path, access: MediaAccess, indices: Sequence[int], convert: Callable[[np.ndarray], T]
+) -> list[T]:
     wanted = set(indices)
     frames: dict[int, T] = {}
     index, last = -1, None
+    until = perf_counter() + access.timeout
     with _opened_video(source, folder, access) as container:
         container.streams.video[0].thread_type = "AUTO"
         for index, last in enumerate(container.decode(video=0)):
             if index in wanted:
                 frames[index] = convert(_upright(last))
-            if index >= indices[-1]:
+            if index >= indices[-1] or perf_counter() > until:  # nobody waits for it any more
                 break
         if last is None or index + MAX_MISSING_FRAMES < indices[-1]:
             raise MediaError(f"video {label(source)} ends after {index + 1} of at least {indices[-1] + 1} frames: re-encode it")

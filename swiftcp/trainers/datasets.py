@@ -17,6 +17,7 @@ from swiftcp.checkpoint.durable import write_text
 from swiftcp.data.dataset import BadRow, EncodedDataset, RowScan, load_dataset, scan_rows
 from swiftcp.data.encode import Mode, RowEncoder
 from swiftcp.data.loader import BatchLayout
+from swiftcp.data.media import MediaAccess
 from swiftcp.data.row_files import read_rows
 from swiftcp.data.visuals import MediaLimits
 from swiftcp.errors import SwiftcpError
@@ -44,6 +45,12 @@ def make_encoder(config: RunConfig, mode: Mode, source: Source, mesh: Mesh) -> R
         truncation_strategy=config.truncation_strategy,
         loss_scale=config.loss_scale,
         limits=MediaLimits(**{field.name: getattr(config, field.name) for field in fields(MediaLimits)}),
+        access=MediaAccess(
+            allow_http=config.allow_http,
+            max_image_pixels=config.max_image_pixels,
+            media_root=Path(config.media_root) if config.media_root else None,
+            timeout=config.media_timeout,
+        ),
         decode_media=mesh.is_first_stage,
     )
 

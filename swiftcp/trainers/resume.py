@@ -46,6 +46,9 @@ NEUTRAL_KEYS = frozenset(
         "vit_gradient_checkpointing",
         # where the rows lie: what they hold is compared by `rows`
         "dataset",
+        "media_root",
+        "allow_http",
+        "media_timeout",
         # what is written and looked at
         "output_dir",
         "save_steps",

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import functools
 import io
 import logging
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from swiftcp.data import downloads
 from swiftcp.data.media import (
     MediaAccess,
     MediaError,
@@ -23,6 +27,7 @@ from swiftcp.data.media import (
     resolve,
     to_rgb,
     video_header,
+    within,
 )
 from swiftcp.data.rows import MediaSource
 
@@ -81,22 +86,74 @@ def test_sources_that_are_refused(source: str, words: str, tmp_path: Path) -> No
     assert words in refused(source, tmp_path)
 
 
-def test_downloads_where_allowed(tmp_path: Path) -> None:
-    import functools
-    import threading
-    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+def test_downloads_where_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests: list[str] = []
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *args: Any) -> None:
-            pass
+            requests.append(self.path)
 
+        def do_GET(self) -> None:
+            if self.path == "/moved.png":
+                self.send_response(302)
+                self.send_header("Location", "/a.png")
+                self.end_headers()
+                return
+            super().do_GET()
+
+    allowed = MediaAccess(allow_http=True)
     (tmp_path / "a.png").write_bytes(png(picture(9, 8)))
     with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(tmp_path))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        assert image_size(f"{url}/a.png", tmp_path, MediaAccess(allow_http=True)) == (8, 9)
-        assert "cannot be fetched: HTTP Error 404" in refused(f"{url}/b.png", tmp_path, MediaAccess(allow_http=True))
+        for host in ("127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "0.0.0.0"):
+            assert "an address of this machine" in refused(f"http://{host}:{server.server_port}/a.png", tmp_path, allowed)
+        assert requests == []
+        monkeypatch.setattr(downloads, "check_host", lambda host: None)
+        assert image_size(f"{url}/a.png", tmp_path, allowed) == (8, 9)
+        assert "cannot be fetched: HTTP Error 404" in refused(f"{url}/b.png", tmp_path, allowed)
+        assert "HTTP Error 302: Found, to /a.png: name that address" in refused(f"{url}/moved.png", tmp_path, allowed)
         server.shutdown()
+
+
+def test_nothing_outside_of_media_root_is_read(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside.png"
+    root.mkdir()
+    outside.write_bytes(png(picture(4, 4)))
+    (root / "in.png").write_bytes(outside.read_bytes())
+    (root / "link.png").symlink_to(outside)
+    access = MediaAccess(media_root=root)
+    assert image_size("in.png", root, access) == image_size(f"file://{root}/in.png", root, access) == (4, 4)
+    for source in ("../outside.png", str(outside), f"file://{outside}", "link.png", "missing/../../outside.png", "/etc/passwd"):
+        assert "lies outside of media_root" in refused(source, root, access)
+    assert image_size("../outside.png", root, ACCESS) == (4, 4)
+
+
+def test_play_lists_and_postscript_lead_nowhere(tmp_path: Path) -> None:
+    write_video(tmp_path / "real.mp4", num_frames=4)
+    lists = {
+        "list.m3u8": f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{tmp_path}/real.mp4\n#EXT-X-ENDLIST\n",
+        "list.mp4": "ffconcat version 1.0\nfile real.mp4\n",
+    }
+    for name, text in lists.items():
+        (tmp_path / name).write_text(text)
+        with pytest.raises(MediaError, match=f"video {name} cannot be read"):
+            video_header(name, tmp_path, ACCESS)
+    (tmp_path / "page.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\n")
+    assert "page.png cannot be read" in refused("page.png", tmp_path)
+
+
+def test_case_43_what_takes_long_is_named_and_what_hangs_is_given_up(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    assert within(5, "video a.mp4", lambda: 3) == 3
+    with pytest.raises(ZeroDivisionError):
+        within(5, "video a.mp4", lambda: 1 / 0)
+    release = threading.Event()
+    with pytest.raises(MediaError, match=r"video a.mp4 took more than 0.05 s to decode and was given up: .* raise media_timeout"):
+        within(0.05, "video a.mp4", release.wait)
+    release.set()
+    monkeypatch.setattr("swiftcp.data.media._SLOW_SECONDS", 0.0)
+    within(5, "video b.mp4", lambda: 3)
+    assert "video b.mp4 took 0 s to decode" in caplog.text
 
 
 def test_case_02_broken_files_are_named(tmp_path: Path) -> None:
