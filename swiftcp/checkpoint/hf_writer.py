@@ -53,7 +53,7 @@ class _Piece:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
     """One tensor to write, and where its parts are."""
 
     name: str
@@ -102,12 +102,13 @@ def export_hf_folder(
                 _check_output(source_folder, output_folder)
                 if any((source_folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE)):
                     source = stack.enter_context(HFFolder(source_folder))
-                entries = _entries(held, source, table, _configured_dtype(source_folder))
+                entries = entries_of(held, source, table, _configured_dtype(source_folder))
                 aside = stack.enter_context(new_folder(output_folder))
                 copy_other_files(source_folder, aside)
         shards = from_first_rank(_plan(entries, max_shard_bytes))
+        device = next(iter(tensors.values())).device
         for file, shard in shards.items():
-            values = _gather(shard, tensors)
+            values = gather_entries(shard, tensors, device)
             with together("exporting the weights"):
                 if is_first_rank():
                     _write_shard(aside / file, shard, values, source)
@@ -151,7 +152,7 @@ def _configured_dtype(folder: Path) -> torch.dtype | None:
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-_Held = tuple[TensorPlace, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+Held = tuple[TensorPlace, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 """A rank's place, and shape and type of each parameter that it holds."""
 
 
@@ -169,7 +170,7 @@ def _pieces(target: str, rule: Rule, shape: tuple[int, ...], holders: Mapping[in
             yield name, _Piece(target, part, local, of_part, holders[tp_rank], index)
 
 
-def _entries(held: Sequence[_Held], source: HFFolder | None, table: NameTable, dtype: torch.dtype | None) -> list[_Entry]:
+def entries_of(held: Sequence[Held], source: HFFolder | None, table: NameTable, dtype: torch.dtype | None) -> list[Entry]:
     """What to write, by name. Types are those of the source; without one, `dtype` or the parameter's."""
     parameters = {target: found for _, targets in held for target, found in targets.items()}
     rules = table.pair(list(parameters))
@@ -178,13 +179,13 @@ def _entries(held: Sequence[_Held], source: HFFolder | None, table: NameTable, d
         for target in targets:
             holders[target].setdefault(place.of(is_expert=rules[target].is_expert)[0], rank)
     names = stored_names(source, {name for rule in rules.values() for name in rule.sources}, table) if source else {}
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, Entry] = {}
     pieces: dict[str, dict[tuple[tuple[int, int], ...], _Piece]] = {}
     for target, rule in rules.items():
         shape, model_dtype = parameters[target]
         _, size = held[0][0].of(is_expert=rule.is_expert)
         for name, whole in zip(rule.sources, rule.source_shapes(rule.whole_shape(shape, size)), strict=True):
-            entries.setdefault(name, _Entry(name, whole, (), model_dtype, dtype or model_dtype, names.get(name)))
+            entries.setdefault(name, Entry(name, whole, (), model_dtype, dtype or model_dtype, names.get(name)))
         for name, piece in _pieces(target, rule, shape, holders[target], size):
             # A tied copy of the parameter brings the same piece again.
             pieces.setdefault(name, {}).setdefault(tuple((part.start, part.stop) for part in piece.index), piece)
@@ -194,7 +195,7 @@ def _entries(held: Sequence[_Held], source: HFFolder | None, table: NameTable, d
         return [entries[name] for name in sorted(entries)]
     for stored, tensor in source.tensors.items():
         if table.is_carried(stored):
-            entries[stored] = _Entry(stored, tensor.shape, (), tensor.dtype, tensor.dtype, stored)
+            entries[stored] = Entry(stored, tensor.shape, (), tensor.dtype, tensor.dtype, stored)
     different = sorted(set(names) ^ set(entries))
     if different:
         raise WeightsError(
@@ -203,9 +204,9 @@ def _entries(held: Sequence[_Held], source: HFFolder | None, table: NameTable, d
     return [replace(entries[name], dtype=source.tensors[names[name]].dtype) for name in sorted(entries)]
 
 
-def _plan(entries: Sequence[_Entry], max_shard_bytes: int) -> dict[str, list[_Entry]]:
+def _plan(entries: Sequence[Entry], max_shard_bytes: int) -> dict[str, list[Entry]]:
     """Fill shards in order; a tensor larger than the limit gets a shard of its own. File names are those of `save_pretrained`."""
-    shards: list[list[_Entry]] = [[]]
+    shards: list[list[Entry]] = [[]]
     filled = 0
     for entry in entries:
         if shards[-1] and filled + entry.num_bytes > max_shard_bytes:
@@ -218,10 +219,9 @@ def _plan(entries: Sequence[_Entry], max_shard_bytes: int) -> dict[str, list[_En
     return {f"model-{number:05d}-of-{len(shards):05d}.safetensors": shard for number, shard in enumerate(shards, start=1)}
 
 
-def _gather(shard: Sequence[_Entry], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def gather_entries(shard: Sequence[Entry], tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """The shard's tensors by name, on the first rank; others send what they hold. The first rank meets no error on the way."""
     if is_first_rank():
-        device = next(iter(tensors.values())).device
         return {entry.name: _collect(entry, tensors, device) for entry in shard if entry.pieces}
     rank, _ = rank_and_size()
     for piece in (piece for entry in shard for piece in entry.pieces if piece.holder == rank):
@@ -229,7 +229,7 @@ def _gather(shard: Sequence[_Entry], tensors: Mapping[str, Tensor]) -> dict[str,
     return {}
 
 
-def _collect(entry: _Entry, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
+def _collect(entry: Entry, tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """One tensor on the host, in memory of its own."""
     whole = torch.empty(entry.shape, dtype=entry.model_dtype)
     for piece in entry.pieces:
@@ -246,7 +246,7 @@ def _own_piece(piece: _Piece, tensors: Mapping[str, Tensor]) -> Tensor:
     return piece.rule.separate(tensors[piece.target].detach())[piece.part]
 
 
-def _write_shard(file: Path, shard: Sequence[_Entry], values: dict[str, Tensor], source: HFFolder | None) -> None:
+def _write_shard(file: Path, shard: Sequence[Entry], values: dict[str, Tensor], source: HFFolder | None) -> None:
     for entry in shard:
         if entry.pieces:
             values[entry.name] = _converted(values.pop(entry.name), entry, source)
@@ -259,7 +259,7 @@ def _write_shard(file: Path, shard: Sequence[_Entry], values: dict[str, Tensor],
     failpoint("export.shard_written")
 
 
-def _converted(value: Tensor, entry: _Entry, source: HFFolder | None) -> Tensor:
+def _converted(value: Tensor, entry: Entry, source: HFFolder | None) -> Tensor:
     """In the type to be written.
 
     Where the model holds a narrower type than the source and the tensor is still the source's, it is the source's own.
@@ -275,7 +275,7 @@ def _converted(value: Tensor, entry: _Entry, source: HFFolder | None) -> Tensor:
     return value.to(entry.dtype)
 
 
-def _write_index(shards: Mapping[str, Sequence[_Entry]], aside: Path) -> None:
+def _write_index(shards: Mapping[str, Sequence[Entry]], aside: Path) -> None:
     entries = [entry for shard in shards.values() for entry in shard]
     index = {
         "metadata": {

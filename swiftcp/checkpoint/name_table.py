@@ -75,6 +75,10 @@ class Rule(ABC):
         """The whole parameter out of what each tensor-parallel rank holds; the inverse of `shard`."""
         return shards[0] if self.parallel_dim is None else torch.cat(list(shards), self.parallel_dim)
 
+    def layers(self) -> tuple[str, ...]:
+        """Names of the checkpoint's linear layers whose weights are the sources, in their order."""
+        return tuple(source.removesuffix(".weight") for source in self.sources)
+
     def numbered(self, kind: str, number: int) -> Self:
         """The same rule with `{kind}` in its names replaced."""
 
@@ -234,6 +238,19 @@ class FusedGateUpExperts(FusedExperts):
         return [(self._own, slice(start, start + length), slice(0, shape[1])) for start in starts]
 
 
+ADAPTER = ".adapter."
+"""What stands in names of parameters between a linear layer and the factors beside it: `{layer}.adapter.{part}.{lora_A or lora_B}`."""
+
+
+def adapter_rule(target: str, of_weight: Rule) -> Rule:
+    """Of a low-rank factor [R, in] or [out, R], from the rule of the weight that it stands beside; named as PEFT does."""
+    part, factor = target.partition(ADAPTER)[2].split(".")
+    (layer,) = (layer for layer in of_weight.layers() if layer.rpartition(".")[2] == part)
+    cut_with = {"lora_B": 0, "lora_A": 1}[factor]  # the dim of the weight that this factor has
+    cut = cut_with if cut_with == of_weight.parallel_dim else None
+    return Direct((f"{layer}.{factor}.weight",), (target,), parallel_dim=cut)
+
+
 @dataclass(frozen=True)
 class Prefix:
     """Every parameter under a prefix, as it is: for parts of the model that are the checkpoint's own modules."""
@@ -265,7 +282,10 @@ class NameTable:
         """
         by_target = {target: rule for rule in self._numbered_rules() for target in rule.targets}
         prefixes = [rule for rule in self.rules if isinstance(rule, Prefix)]
-        by_target |= {name: prefix.rule(name) for prefix in prefixes for name in targets if name.startswith(prefix.target)}
+        weights = {name: f"{name.partition(ADAPTER)[0]}.weight" for name in targets if ADAPTER in name}
+        whole = {*targets, *weights.values()}
+        by_target |= {name: prefix.rule(name) for prefix in prefixes for name in whole if name.startswith(prefix.target)}
+        by_target |= {name: adapter_rule(name, by_target[weight]) for name, weight in weights.items()}
         unpaired = [target for target in targets if target not in by_target]
         assert not unpaired, f"the name table has no rule for {unpaired}"
         return {target: self._untied(by_target[target]) for target in targets}

@@ -106,8 +106,21 @@ def read_shards(
             what = "this model and its optimizer" if optimizer else "this model"
             raise CheckpointError(f"{checkpoint} does not hold {what}: {error}") from error
         for name, chunk in zip(_chunk_names(model_chunks), model_chunks, strict=True):
-            unwrap(chunk).load_state_dict(loaded[name])
+            _fill(unwrap(chunk), loaded[name], checkpoint)
     return loaded
+
+
+def _fill(chunk: nn.Module, state: dict[str, Any], checkpoint: Path) -> None:
+    """All but what is frozen beside adapters must be there.
+
+    Raises:
+        CheckpointError: it is not, or there is more.
+    """
+    missing, unexpected = chunk.load_state_dict(state, strict=False)
+    parameters = dict(chunk.named_parameters())
+    lacking = [name for name in missing if name not in parameters or parameters[name].requires_grad]
+    if lacking or unexpected:
+        raise CheckpointError(f"{checkpoint} does not hold this model: {[*lacking, *unexpected][:10]}")
 
 
 def _sharded_state(

@@ -25,6 +25,7 @@ from swiftcp.config.facts import Machine, ModelFacts, has_tensorboard, has_trans
 from swiftcp.config.layout_checks import LAYOUT_RULES, LAYOUT_WARNINGS, describe_layout
 from swiftcp.config.paths import CHECKPOINTS_FOLDER, INDEX_FILE, MARKER_FILE, WEIGHTS_FILE, is_hub_name, missing, split_row_limit
 from swiftcp.config.resolved import ResolvedConfig
+from swiftcp.config.tuner_checks import TUNER_RULES, TUNER_WARNINGS
 from swiftcp.config.wording import counted
 from swiftcp.errors import ConfigError, raise_config_errors
 
@@ -285,6 +286,7 @@ RULES: tuple[Rule, ...] = (
     _media,
     _media_root,
     _trained_parts,
+    *TUNER_RULES,
     _trackers,
     _outputs,
     _resume,
@@ -337,7 +339,7 @@ def _warn_evaluation(case: Case) -> Iterator[Finding]:
                 yield key, f"{key} has no effect without val_dataset or split_dataset_ratio"
 
 
-WARNINGS: tuple[Rule, ...] = (*LAYOUT_WARNINGS, _warn_lengths, _warn_without_effect, _warn_trackers, _warn_evaluation)
+WARNINGS: tuple[Rule, ...] = (*LAYOUT_WARNINGS, *TUNER_WARNINGS, _warn_lengths, _warn_without_effect, _warn_trackers, _warn_evaluation)
 
 
 def _derived(case: Case) -> Iterator[str]:

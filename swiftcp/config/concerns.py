@@ -6,19 +6,14 @@ filled in by `swiftcp.config.validate`, as the docstring says, unless it says th
 
 from __future__ import annotations
 
-import os
 from math import lcm
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from swiftcp.config.concern import Concern, PathText
+from swiftcp.config.tuner import AdapterConfig, TunerConfig
 
-def _path_text(value: object) -> object:
-    """Text with ~ expanded; also of a path object, from Python."""
-    return os.path.expanduser(value) if isinstance(value, str | os.PathLike) else value  # noqa: PTH111 (text stays as it was written)
-
-
-PathText = Annotated[str, BeforeValidator(_path_text)]
 TrainingMode = Literal["sft", "pt"]
 LossScale = Literal[
     "default",
@@ -31,15 +26,6 @@ LossScale = Literal[
 ]
 StateType = Literal["fp32", "bf16", "fp16", "fp8"]
 """Number format of the optimizer's state."""
-
-
-class Concern(BaseModel):
-    """Base of all configuration: no unknown keys, no NaN, values fixed once read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
-
-    panel: ClassVar[str] = ""
-    """Heading of this concern's options in --help."""
 
 
 class ModelConfig(Concern):
@@ -93,7 +79,7 @@ class ValidationDataConfig(Concern):
 
     panel = "Data"
 
-    val_dataset: list[PathText] = []
+    val_dataset: list[PathText] = Field([])
     """Files or folders of rows for evaluation; `path#N` takes N rows of one."""
     split_dataset_ratio: float = Field(0.0, ge=0, lt=1)
     """Fraction of `dataset` that is kept from training for evaluation, where `val_dataset` is not given."""
@@ -162,7 +148,7 @@ class OptimizerConfig(Concern):
     panel = "Optimizer"
 
     lr: PositiveFloat = 1e-5
-    """Peak learning rate."""
+    """Peak learning rate; 1e-4 where it is left out and `tuner_type` is lora."""
     vit_lr: PositiveFloat | None = None
     """Peak learning rate of the vision tower. Default: `lr`."""
     aligner_lr: PositiveFloat | None = None
@@ -352,6 +338,8 @@ class LogprobsOutputConfig(Concern):
 
 class TrainConfig(
     ModelConfig,
+    AdapterConfig,
+    TunerConfig,
     FreezeConfig,
     DataConfig,
     ValidationDataConfig,
@@ -371,10 +359,21 @@ class TrainConfig(
 
 
 class LogprobsConfig(
-    ModelConfig, DataConfig, ModeConfig, LogprobsOutputConfig, PackingConfig, MediaConfig, ParallelConfig, RouterConfig, RuntimeConfig
+    ModelConfig,
+    AdapterConfig,
+    DataConfig,
+    ModeConfig,
+    LogprobsOutputConfig,
+    PackingConfig,
+    MediaConfig,
+    ParallelConfig,
+    RouterConfig,
+    RuntimeConfig,
 ):
     """`swiftcp logprobs`."""
 
 
-class ParityConfig(ModelConfig, DataConfig, ModeConfig, PackingConfig, MediaConfig, ParallelConfig, RouterConfig, RuntimeConfig):
+class ParityConfig(
+    ModelConfig, AdapterConfig, DataConfig, ModeConfig, PackingConfig, MediaConfig, ParallelConfig, RouterConfig, RuntimeConfig
+):
     """`swiftcp parity`."""

@@ -20,6 +20,7 @@ from swiftcp.config.concerns import (
 )
 from swiftcp.config.facts import Machine, ModelFacts, has_tensorboard, has_transformer_engine
 from swiftcp.config.resolved import ResolvedConfig
+from swiftcp.config.tuner_checks import tuner_defaults
 
 PART_RATES = {"vit_lr": "freeze_vit", "aligner_lr": "freeze_aligner"}
 """Learning rates of parts, each with the key that freezes the part."""
@@ -97,6 +98,7 @@ def _recompute(config: Concern) -> Iterator[Default]:
 
 def fill_defaults[C: Concern](resolved: ResolvedConfig[C], machine: Machine, facts: ModelFacts | None) -> ResolvedConfig[C]:
     """Replace each None that stands for "depends" by what it means here. Without facts, lengths stay open."""
+    resolved = resolved.with_defaults({name: (value, why) for name, value, why in tuner_defaults(resolved)})
     config = resolved.config
     found = [
         *_on_device(config, machine),

@@ -8,6 +8,8 @@ from pathlib import Path
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 CHECKPOINTS_FOLDER = "checkpoints"
 """In the output folder."""
 MARKER_FILE = "complete.json"

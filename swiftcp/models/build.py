@@ -92,12 +92,12 @@ def _keep_replicas_equal(tower: nn.Module) -> None:
 
 
 def build_chunks(
-    family: Family, hf_config: Any, config: TransformerConfig, mesh: Mesh, *, backend: Backend, device: torch.device | None = None
+    family: Family, hf_config: Any, config: TransformerConfig, mesh: Mesh, *, backend: Backend, **how: Any
 ) -> list[MultimodalGPTModel]:
     """The model chunks of this rank's pipeline stage, in order: one, or as many as virtual pipeline stages. See `build_model`."""
     if mesh.num_chunks == 1:
-        return [build_model(family, hf_config, config, mesh, backend=backend, device=device)]
-    return [build_model(family, hf_config, config, mesh, backend=backend, device=device, vp_stage=vp) for vp in range(mesh.num_chunks)]
+        return [build_model(family, hf_config, config, mesh, backend=backend, **how)]
+    return [build_model(family, hf_config, config, mesh, backend=backend, vp_stage=vp, **how) for vp in range(mesh.num_chunks)]
 
 
 def build_model(
@@ -109,6 +109,7 @@ def build_model(
     backend: Backend,
     device: torch.device | None = None,
     vp_stage: int | None = None,
+    fuse_norms: bool = True,
 ) -> MultimodalGPTModel:
     """The model, or this pipeline stage's chunk of it, with its weights not yet set (see `swiftcp.checkpoint`).
 
@@ -118,6 +119,7 @@ def build_model(
     Args:
         device: where the parameters live; the mesh's device where left out, `meta` to see shapes alone.
         vp_stage: which of the stage's chunks; None where it has one alone.
+        fuse_norms: see `decoder_spec`.
     """
     pre_process = mesh.is_first_stage and not vp_stage
     post_process = mesh.is_last_stage and vp_stage in (None, mesh.num_chunks - 1)
@@ -127,7 +129,7 @@ def build_model(
         towers = family.build_towers(hf_config, backend) if pre_process else {}
         model = MultimodalGPTModel(
             config,
-            decoder_spec(config, backend, vp_stage=vp_stage),
+            decoder_spec(config, backend, vp_stage=vp_stage, fuse_norms=fuse_norms),
             towers=towers,
             rotary=rotary,
             cp_group=mesh.cp_group,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from swiftcp.models.head import token_losses
 from swiftcp.models.inputs import ModelInputs
+from swiftcp.models.lora import Adapter
 from swiftcp.models.rotary import MultimodalRotary
 from swiftcp.models.towers import Tower, encode
 from swiftcp.parallel.collectives import scatter_shares
@@ -105,6 +106,18 @@ class MultimodalGPTModel(MegatronModule):
         if self.visual is not None:
             num_levels = cast(Tower, self.visual).feature_shape[0] - 1
             assert len(self.language_model.decoder.layers) >= num_levels, "deepstack features do not reach a second chunk"
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What a resumable checkpoint holds: all parameters, or beside adapters what is trained alone."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        adapters = {name: module for name, module in self.named_modules() if isinstance(module, Adapter)}
+        if not adapters:
+            return state
+        frozen = {f"{prefix}{name}" for name, parameter in self.named_parameters() if not parameter.requires_grad}
+        trained = {name: value for name, value in state.items() if name not in frozen}
+        for name, adapter in adapters.items():
+            trained |= adapter.sharded(f"{prefix}{name}.", self.global_name(f"{name}."), self.tp_group, (metadata or {})["dp_cp_group"])
+        return trained
 
     @property
     def towers(self) -> dict[str, nn.Module]:

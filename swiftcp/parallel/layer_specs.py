@@ -160,12 +160,18 @@ def select_backend(attention_backend: str) -> Backend:
     return backend
 
 
-def _provider(backend: Backend) -> BackendSpecProvider:
+def _provider(backend: Backend, fuse_norms: bool) -> BackendSpecProvider:
     if backend == "torch":
         return TorchSpecProvider()
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
-    return TESpecProvider()
+    class Unfused(TESpecProvider):
+        """Norms as layers of their own, so that what a linear layer is given is what it multiplies."""
+
+        def fuse_layernorm_and_linear(self) -> bool:
+            return False
+
+    return TESpecProvider() if fuse_norms else Unfused()
 
 
 def _layer_spec(config: TransformerConfig, provider: BackendSpecProvider, *, sparse: bool) -> ModuleSpec:
@@ -186,7 +192,7 @@ def _layer_spec(config: TransformerConfig, provider: BackendSpecProvider, *, spa
     submodules = TransformerLayerSubmodules(
         input_layernorm=norm,
         self_attention=ModuleSpec(
-            module=FusedRotarySelfAttention if fused else RotarySelfAttention,
+            module=RotarySelfAttention if isinstance(provider, TorchSpecProvider) else FusedRotarySelfAttention,
             params={"attn_mask_type": AttnMaskType.causal},
             submodules=attention,
         ),
@@ -199,9 +205,15 @@ def _layer_spec(config: TransformerConfig, provider: BackendSpecProvider, *, spa
     return ModuleSpec(module=DeepstackLayer, submodules=submodules)
 
 
-def decoder_spec(config: TransformerConfig, backend: Backend, *, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The decoder layers of this pipeline stage, for `GPTModel(transformer_layer_spec=...)`."""
-    provider = _provider(backend)
+def decoder_spec(
+    config: TransformerConfig, backend: Backend, *, vp_stage: int | None = None, fuse_norms: bool = True
+) -> TransformerBlockSubmodules:
+    """The decoder layers of this pipeline stage, for `GPTModel(transformer_layer_spec=...)`.
+
+    Args:
+        fuse_norms: let Transformer Engine compute a norm within the linear layer behind it. Adapters need the norm's output.
+    """
+    provider = _provider(backend, fuse_norms)
     dense, sparse = (_layer_spec(config, provider, sparse=sparse) for sparse in (False, True))
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))

@@ -69,6 +69,11 @@ class Mesh:
         return TensorPlace(self.tp_rank, self.tp_size, self.expert_tp_rank, self.expert_tp_size)
 
     @property
+    def dropout_place(self) -> int:
+        """A number for each set of tensor-parallel ranks: what is dropped at random must be the same on all of them, and on no others."""
+        return (self.pp_rank * self.dp_size + self.dp_rank) * self.cp_size + self.cp_rank
+
+    @property
     def is_first_stage(self) -> bool:
         return self.pp_rank == 0
 

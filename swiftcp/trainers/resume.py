@@ -54,6 +54,7 @@ NEUTRAL_KEYS = frozenset(
         "save_steps",
         "save_total_limit",
         "save_safetensors",
+        "merge_lora",
         "async_save",
         "no_save_optim",
         "no_load_optim",

@@ -25,7 +25,7 @@ from swiftcp.config.concerns import (
 from swiftcp.config.export import ExportConfig
 from swiftcp.config.secrets import mask
 from swiftcp.errors import ConfigError
-from swiftcp.models.build import build_chunks, transformer_config
+from swiftcp.models.build import build_chunks, freeze, transformer_config
 from swiftcp.models.family import Family
 from swiftcp.models.mm_gpt_model import MultimodalGPTModel
 from swiftcp.models.registry import family_of
@@ -33,6 +33,7 @@ from swiftcp.models.towers import Geometry
 from swiftcp.parallel import cpu_shim
 from swiftcp.parallel.layer_specs import select_backend
 from swiftcp.parallel.mesh import Mesh, build_mesh, select_device, start_process_group
+from swiftcp.trainers.adapters import add_adapters, has_adapters
 from swiftcp.trainers.random_weights import initialize
 from swiftcp.trainers.run_files import versions_of
 
@@ -57,6 +58,8 @@ class Source:
     geometry: Geometry
 
 
+_SEED_STEP = 1 << 20
+"""Between the seeds of ranks with other tokens; megatron-core adds less than that for tensor- and expert-parallel ranks."""
 PER_NODE_KEYS = frozenset({"nproc_per_node", "dataloader_num_workers", "report_to"})
 """Keys whose default may differ from node to node, and may do so."""
 
@@ -89,9 +92,10 @@ def start_ranks(config: RunConfig | BenchConfig | ExportConfig) -> Mesh:
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
     )
-    torch.manual_seed(config.seed)
+    seed = config.seed + _SEED_STEP * mesh.dropout_place
+    torch.manual_seed(seed)
     with cpu_shim.cpu_mode():
-        tensor_parallel.model_parallel_cuda_manual_seed(config.seed, force_reset_rng=True)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     return mesh
 
 
@@ -184,7 +188,7 @@ def load_model(
         **router_fields(config),
         **recompute,
     )
-    chunks = build_chunks(source.family, source.hf_config, settings, mesh, backend=backend)
+    chunks = build_chunks(source.family, source.hf_config, settings, mesh, backend=backend, fuse_norms=not has_adapters(config))
     if checkpointed_tower:
         recompute_tower(chunks)
     table = source.family.name_table(source.hf_config)
@@ -192,4 +196,16 @@ def load_model(
         initialize(chunks, table, source.hf_config, config.seed, place=mesh.place)
     else:
         load_hf_folder(chunks, source.folder, table, mesh.place)
+    if has_adapters(config):
+        add_adapters(chunks, config, source.family, table, mesh)
     return chunks
+
+
+def select_trained(chunks: Sequence[MultimodalGPTModel], config: TrainConfig | BenchConfig, family: Family) -> None:
+    """Exclude from training what the recipe freezes. Where there are adapters, `load_model` has frozen all but what is trained.
+
+    Raises:
+        ConfigError: nothing is left to train.
+    """
+    if not has_adapters(config):
+        freeze(chunks, family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)

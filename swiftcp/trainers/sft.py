@@ -15,7 +15,6 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-from swiftcp.checkpoint.hf_writer import export_hf_folder
 from swiftcp.checkpoint.resumable import Saver, load_checkpoint
 from swiftcp.checkpoint.run_state import RunState
 from swiftcp.checkpoint.together import gather_all
@@ -27,12 +26,12 @@ from swiftcp.data.encode import Mode
 from swiftcp.data.loader import BatchStream, batches_in_order
 from swiftcp.data.plan import StepPlan
 from swiftcp.errors import PreemptedError, TrainingError
-from swiftcp.models.build import freeze
 from swiftcp.models.mm_gpt_model import MultimodalGPTModel, named_parameters
 from swiftcp.parallel import cpu_shim
 from swiftcp.parallel.mesh import Mesh, stop
 from swiftcp.parallel.moe import AUXILIARY_LOSSES
 from swiftcp.parallel.pipeline import sum_over_stages
+from swiftcp.trainers.adapters import write_weights
 from swiftcp.trainers.ahead import plan_ahead
 from swiftcp.trainers.datasets import batch_layout, make_encoder, open_dataset, write_bad_rows
 from swiftcp.trainers.evaluation import evaluate
@@ -40,7 +39,7 @@ from swiftcp.trainers.logs import Clock, LogRecord, RunLog, TimedIterator, memor
 from swiftcp.trainers.optimizer import build_optimizer, build_scheduler, check_optimizer, wrap_model
 from swiftcp.trainers.resume import find_checkpoint, fingerprint, first_state, place_in_epoch, saved_step
 from swiftcp.trainers.run_files import write_run_files
-from swiftcp.trainers.setup import Source, load_model, load_source, recompute_fields, start_ranks
+from swiftcp.trainers.setup import Source, load_model, load_source, recompute_fields, select_trained, start_ranks
 from swiftcp.trainers.signals import StopRequest, stop_on_sigterm
 from swiftcp.trainers.step import Runner, Totals, train_step
 from swiftcp.trainers.trackers import TensorBoard
@@ -110,9 +109,7 @@ def train(resolved: ResolvedConfig[TrainConfig], mode: Mode) -> None:
         else:
             logger.info("training was done already: step %d of %d", start_step, data.plan.num_steps)
         if config.save_safetensors:
-            table = source.family.name_table(source.hf_config)
-            output = run.output_dir / "hf"
-            export_hf_folder(run.runner.chunks, source.folder, output, table, mesh.place)
+            write_weights(run.runner.chunks, source, mesh, run.output_dir / "hf", merge=config.merge_lora)
     stop()
 
 
@@ -158,7 +155,7 @@ def build_run(config: TrainConfig, source: Source, data: Data, mesh: Mesh) -> Ru
         WeightsError: the folder does not hold exactly the model's weights.
     """
     chunks = load_model(config, source, mesh, checkpointed_tower=config.vit_gradient_checkpointing, **recompute_fields(config))
-    freeze(chunks, source.family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)
+    select_trained(chunks, config, source.family)
     log_parameters(chunks, mesh)
     wrapped = wrap_model(chunks, mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
     optimizer = build_optimizer(wrapped, config, source.family)

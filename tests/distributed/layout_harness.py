@@ -158,6 +158,14 @@ def measure(folder: Path, keys: dict[str, Any], packs: Sequence[Pack]) -> Result
         return Result(packed, padded, of_all_ranks(training, lambda parameter: parameter))
 
 
+def measure_packed(folder: Path, keys: dict[str, Any], packs: Sequence[Pack]) -> Measurement:
+    """On each rank of a layout: of packs alone."""
+    from swiftcp.parallel.cpu_shim import cpu_mode
+
+    with cpu_mode():
+        return _measure(Training(train_config(folder, **OPTIMIZER, **keys)), packs, packing=True)
+
+
 def gradients_of_modes(folder: Path, keys: dict[str, Any], modes: Sequence[dict[str, Any]]) -> list[dict[str, Tensor]]:
     """On each rank of a layout: the whole gradients, for each way of recomputation."""
     from swiftcp.parallel.cpu_shim import cpu_mode

@@ -54,15 +54,14 @@ class Training:
     """A model, its optimizer and schedule on this rank; use inside `cpu_mode()`."""
 
     def __init__(self, config: Any, **recompute: Any) -> None:
-        from swiftcp.models.build import freeze
         from swiftcp.trainers.optimizer import build_optimizer, build_scheduler, wrap_model
-        from swiftcp.trainers.setup import load_model, load_source, start_ranks
+        from swiftcp.trainers.setup import load_model, load_source, select_trained, start_ranks
         from swiftcp.trainers.step import Runner
 
         self.config, self.mesh = config, start_ranks(config)
         self.source = load_source(Path(config.model))
         self.chunks = load_model(config, self.source, self.mesh, checkpointed_tower=config.vit_gradient_checkpointing, **recompute)
-        freeze(self.chunks, self.source.family, llm=config.freeze_llm, vit=config.freeze_vit, aligner=config.freeze_aligner)
+        select_trained(self.chunks, config, self.source.family)
         self.wrapped = wrap_model(self.chunks, self.mesh, use_distributed_optimizer=bool(config.use_distributed_optimizer))
         self.runner = Runner(self.wrapped, self.mesh, self.source.geometry, self.chunks[0].vocab_size)
         self.optimizer = build_optimizer(self.wrapped, config, self.source.family)
