@@ -21,7 +21,7 @@ from swiftcp.checkpoint.durable import flush, new_folder
 from swiftcp.checkpoint.hf_writer import entries_of, gather_entries
 from swiftcp.checkpoint.name_table import NameTable
 from swiftcp.checkpoint.together import gather_all, is_first_rank, together
-from swiftcp.config.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE
+from swiftcp.config.paths import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, may_be_replaced
 from swiftcp.config.tuner import AdapterFacts
 from swiftcp.errors import ConfigError, WeightsError
 from swiftcp.parallel.place import TensorPlace
@@ -122,7 +122,8 @@ def write_adapter(
         entries, aside = entries_of(held, None, table, None), output
         with together("exporting the adapter"):
             if is_first_rank():
-                _check_output(output)
+                if not may_be_replaced(output):
+                    raise ConfigError(f"{output} holds files that are no adapter: choose an empty or a new folder")
                 aside = stack.enter_context(new_folder(output))
         values = gather_entries(entries, trained, device)
         with together("exporting the adapter"):
@@ -130,12 +131,6 @@ def write_adapter(
                 _write(aside, values, facts, base_model)
                 stack.close()  # gives the folder its name
                 logger.info("wrote the adapter to %s", output)
-
-
-def _check_output(output: Path) -> None:
-    """Refuse to replace what no export can have written."""
-    if output.is_dir() and any(output.iterdir()) and not any((output / name).is_file() for name in (ADAPTER_CONFIG_FILE, "config.json")):
-        raise ConfigError(f"{output} holds files that are no adapter: choose an empty or a new folder")
 
 
 def _write(aside: Path, values: Mapping[str, Tensor], facts: AdapterFacts, base_model: str) -> None:

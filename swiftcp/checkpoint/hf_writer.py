@@ -22,7 +22,7 @@ from swiftcp.checkpoint.durable import flush, new_folder
 from swiftcp.checkpoint.hf_reader import HFFolder, model_tensors, stored_names
 from swiftcp.checkpoint.name_table import NameTable, Rule
 from swiftcp.checkpoint.together import from_first_rank, gather_all, is_first_rank, rank_and_size, together
-from swiftcp.config.paths import INDEX_FILE, WEIGHTS_FILE
+from swiftcp.config.paths import INDEX_FILE, WEIGHTS_FILE, may_be_replaced
 from swiftcp.errors import ConfigError, WeightsError
 from swiftcp.failpoints import failpoint
 from swiftcp.parallel.place import WHOLE, TensorPlace
@@ -126,7 +126,7 @@ def _check_output(source_folder: Path, output_folder: Path) -> None:
     """Refuse to replace what no export can have written."""
     if output_folder.resolve() == source_folder.resolve():
         raise ConfigError(f"{output_folder} is the folder that the weights came from: choose another output")
-    if output_folder.is_dir() and any(output_folder.iterdir()) and not (output_folder / "config.json").is_file():
+    if not may_be_replaced(output_folder):
         raise ConfigError(f"{output_folder} holds files that are no model: choose an empty or a new folder")
 
 

@@ -23,7 +23,16 @@ from swiftcp.config.concerns import (
 from swiftcp.config.defaults import MISSING_TENSORBOARD, PART_RATES, fill_defaults
 from swiftcp.config.facts import Machine, ModelFacts, has_tensorboard, has_transformer_engine, read_model_facts
 from swiftcp.config.layout_checks import LAYOUT_RULES, LAYOUT_WARNINGS, describe_layout
-from swiftcp.config.paths import CHECKPOINTS_FOLDER, INDEX_FILE, MARKER_FILE, WEIGHTS_FILE, is_hub_name, missing, split_row_limit
+from swiftcp.config.paths import (
+    CHECKPOINTS_FOLDER,
+    INDEX_FILE,
+    MARKER_FILE,
+    WEIGHTS_FILE,
+    is_hub_name,
+    may_be_replaced,
+    missing,
+    split_row_limit,
+)
 from swiftcp.config.resolved import ResolvedConfig
 from swiftcp.config.tuner_checks import TUNER_RULES, TUNER_WARNINGS
 from swiftcp.config.wording import counted
@@ -237,7 +246,7 @@ def not_replaceable(key: str, what: str, folder: Path, model: Path) -> Iterator[
     """What the export would refuse to replace, said before all work rather than behind it."""
     if folder.resolve() == model.resolve():
         yield key, f"{what} is the model itself, which would be replaced: set another folder"
-    elif folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+    elif not may_be_replaced(folder):
         yield key, f"{what} holds files that are no model: set another folder, or move them"
 
 

@@ -29,16 +29,18 @@ class ExportedConfig(Concern):
     """Hugging Face folder to write; a model that is there is replaced."""
     model: PathText | None = None
     """Hugging Face folder that the run began from: names, number formats, tokenizer, processor. Default: what the checkpoint says."""
+    merge_lora: bool = False
+    """Of a run with adapters: write the merged model; false: the adapter, in PEFT's format."""
 
 
 class ExportConfig(ExportedConfig, ParallelConfig, RuntimeConfig):
     """`swiftcp export`."""
 
 
-def _saved_model(checkpoint: Path) -> str | None:
-    """The model folder that a checkpoint's run began from; None where it does not say."""
+def _saved(checkpoint: Path, key: str) -> str | None:
+    """A key of the recipe of a checkpoint's run; None where it does not say."""
     try:
-        return str(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["fingerprint"]["model"])
+        return str(json.loads((checkpoint / STATE_FILE).read_text(encoding="utf-8"))["fingerprint"][key])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -56,6 +58,8 @@ def _checkpoint(case: Case) -> Iterator[Finding]:
         )
     elif case.config.model is None:
         yield "checkpoint", f"checkpoint {checkpoint} does not say which model it began from: set model to that folder"
+    elif case.config.merge_lora and _saved(checkpoint, "tuner_type") != "lora":
+        yield "merge_lora", f"merge_lora true, but checkpoint {checkpoint} is not of a run with tuner_type lora: leave it out"
 
 
 def _output(case: Case) -> Iterator[Finding]:
@@ -73,7 +77,7 @@ def validate_export(resolved: ResolvedConfig[ExportConfig], machine: Machine) ->
     """
     checkpoint = Path(resolved.config.checkpoint)
     remedy = ""
-    if resolved.config.model is None and (model := _saved_model(checkpoint)):
+    if resolved.config.model is None and (model := _saved(checkpoint, "model")):
         resolved = resolved.with_defaults({"model": (model, "what the checkpoint began from")})
         remedy = ": set model to where the folder is now"
     facts: ModelFacts | None = None

@@ -20,6 +20,13 @@ STATE_FILE = "state.json"
 """In a checkpoint of a run: where it stands, and of what recipe."""
 
 
+def may_be_replaced(folder: Path) -> bool:
+    """Whether an export may put its folder there: nothing is, or a model or an adapter."""
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return True
+    return any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG_FILE))
+
+
 def missing(what: str, path: Path) -> str:
     """Message for a path that does not exist: how far it exists, and the name that was likely meant."""
     parent = path.parent

@@ -32,9 +32,7 @@ def test_peft_gives_the_same_losses_and_gradients(ranks: RankPool, tiny_qwen3_vl
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_gives_what_one_rank_gives(
-    name: str, ranks: RankPool, tiny_qwen3_vl: Path, adapter: Path, one_rank: Measurement
-) -> None:
+def test_a_layout_gives_what_one_rank_gives(name: str, ranks: RankPool, tiny_qwen3_vl: Path, adapter: Path, one_rank: Measurement) -> None:
     layout = LAYOUTS[name]
     found: list[Differences] = []
     for result in ranks.run(measure_adapter, tiny_qwen3_vl, adapter, layout.keys, PACKS, num_ranks=layout.num_ranks):
