@@ -10,6 +10,7 @@ All replacements were found and are valid for megatron-core 0.19.2; each functio
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -79,6 +80,9 @@ def _replace_random_states() -> None:
     def manual_seed(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
+    # Where both generators are one, drawing from a named state changes "the other" one too, for as long as the state is set.
+    random_log = logging.getLogger(megatron_random.__name__)
+    random_log.addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     megatron_random._get_cuda_rng_state = get_state
     megatron_random._set_cuda_rng_state = set_state
     torch.cuda.get_rng_state = get_state  # type: ignore[assignment]

@@ -28,6 +28,16 @@ def load_oracle(folder: Path, family: Family, *, dtype: torch.dtype, device: tor
     return model.to(device).eval()
 
 
+def with_adapter(model: nn.Module, adapters: str | None) -> nn.Module:
+    """The model with an adapter as PEFT adds it, in evaluation mode; as it is without one."""
+    if adapters is None:
+        return model
+    from peft import PeftModel
+
+    peft_model: Any = PeftModel.from_pretrained(model, adapters)  # type: ignore[arg-type]
+    return peft_model.base_model.model.eval()
+
+
 def _media_inputs(sample: Sample, config: Any, device: torch.device) -> dict[str, Tensor]:
     """Patches and grids by modality. A sample holds its images first, then its videos."""
     if sample.visual is None:

@@ -31,7 +31,7 @@ from swiftcp.trainers.datasets import batch_layout, make_encoder, open_dataset
 from swiftcp.trainers.gradient_sketch import sketch
 from swiftcp.trainers.logprobs import logprob_rows
 from swiftcp.trainers.optimizer import wrap_model
-from swiftcp.trainers.oracle import load_oracle, oracle_logprobs
+from swiftcp.trainers.oracle import load_oracle, oracle_logprobs, with_adapter
 from swiftcp.trainers.setup import Source, load_model, load_source, start_ranks
 from swiftcp.trainers.step import Runner, run_micro_batches
 
@@ -39,6 +39,7 @@ from swiftcp.trainers.step import Runner, run_micro_batches
 def _oracle_stage(config: ParityConfig, dataset: EncodedDataset, source: Source, mesh: Mesh) -> dict[str, Any]:
     """`transformers`, one row at a time."""
     model = load_oracle(source.folder, source.family, dtype=getattr(torch, str(config.torch_dtype)), device=mesh.device)
+    model = with_adapter(model, config.adapters)
     with torch.no_grad():
         return {"logprobs": [oracle_logprobs(model, dataset[place]).tolist() for place in range(len(dataset))]}
 

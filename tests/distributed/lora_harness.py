@@ -36,7 +36,7 @@ def write_random_adapter(folder: Path, output: Path, keys: dict[str, Any]) -> tu
         return sum(p.numel() for p in trained.values()), sum(p.numel() for p in training.model.parameters())
 
 
-def measure_peft(folder: Path, adapter: Path, packs: Sequence[Pack], *, merged: bool = False) -> Measurement:
+def measure_peft(folder: Path, adapter: Path, packs: Sequence[Pack]) -> Measurement:
     """`peft` on `transformers`, one row at a time; gradients of what the adapter trains, by the checkpoint's names."""
     from peft import PeftModel
 
@@ -46,17 +46,9 @@ def measure_peft(folder: Path, adapter: Path, packs: Sequence[Pack], *, merged: 
     source = load_source(folder)
     base = load_oracle(folder, source.family, dtype=torch.float32, device=torch.device("cpu"))
     model = PeftModel.from_pretrained(base, adapter, is_trainable=True).eval()
-    if merged:
-        model = model.merge_and_unload()
-    samples = [
-        make_sample(mix, source.hf_config, row=100 * number + i, labelled=pack.labelled)
-        for number, pack in enumerate(packs)
-        for i, mix in enumerate(pack.mixes)
-    ]
-    bare = model if merged else model.base_model.model
     logprobs, losses, num_labels = [], torch.zeros(()), 0
-    for sample in samples:
-        of_row, weights = oracle_logprobs(bare, sample), sample.weights_L[1:]
+    for sample in _samples(packs, source.hf_config):
+        of_row, weights = oracle_logprobs(model.base_model.model, sample), sample.weights_L[1:]
         logprobs.append(of_row.detach()[weights > 0])
         losses = losses - (of_row * weights).sum()
         num_labels += int((weights > 0).sum())
@@ -67,6 +59,26 @@ def measure_peft(folder: Path, adapter: Path, packs: Sequence[Pack], *, merged: 
     }
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
     return Measurement(loss.item(), norm, gradients, torch.cat(logprobs))
+
+
+def transformers_logprobs(folder: Path, packs: Sequence[Pack]) -> Tensor:
+    """Of all labelled tokens of all packs, one after the other."""
+    from swiftcp.trainers.oracle import load_oracle, oracle_logprobs
+    from swiftcp.trainers.setup import load_source
+
+    source = load_source(folder)
+    model = load_oracle(folder, source.family, dtype=torch.float32, device=torch.device("cpu"))
+    with torch.no_grad():
+        rows = [oracle_logprobs(model, sample)[sample.weights_L[1:] > 0] for sample in _samples(packs, source.hf_config)]
+    return torch.cat(rows)
+
+
+def _samples(packs: Sequence[Pack], hf_config: Any) -> list[Any]:
+    return [
+        make_sample(mix, hf_config, row=100 * number + i, labelled=pack.labelled)
+        for number, pack in enumerate(packs)
+        for i, mix in enumerate(pack.mixes)
+    ]
 
 
 def _checkpoint_name(name: str) -> str:
@@ -86,6 +98,53 @@ def rewrite(folder: Path, adapter: Path, output: Path, keys: dict[str, Any], mer
     with cpu_mode():
         training = Training(train_config(folder, **{**LORA, "adapters": str(adapter), **keys}))
         write_weights(training.wrapped, training.source, training.mesh, output, merge=merge)
+
+
+def dropped(folder: Path, keys: dict[str, Any]) -> dict[str, Tensor]:
+    """On each rank: what dropout leaves of ones, in a layer whose outputs are cut and in one whose inputs are."""
+    from swiftcp.models.lora import adapted
+    from swiftcp.parallel.cpu_shim import cpu_mode
+
+    with cpu_mode():
+        training = Training(train_config(folder, **LORA, **keys, lora_dropout=0.5))
+        kinds = {type(layer.adapter).__name__: layer.adapter for layer in adapted(training.chunks)}  # type: ignore[union-attr]
+        return {kind: adapter.train().drop(torch.ones(64, 1, 8)) for kind, adapter in kinds.items()}  # type: ignore[operator]
+
+
+def whole_factors_after_steps(folder: Path, keys: dict[str, Any]) -> dict[str, Tensor]:
+    """On each rank: the factors that every tensor-parallel rank has whole, after two steps with dropout."""
+    from swiftcp.parallel.cpu_shim import cpu_mode
+    from swiftcp.trainers.adapters import trained_parameters
+    from tests.distributed.layout_harness import PACKS
+
+    with cpu_mode():
+        training = Training(train_config(folder, **{**LORA, **keys, "lora_dropout": 0.3, "lr": 1e-2}))
+        for _ in range(2):
+            training.step(PACKS)
+        trained = trained_parameters(training.chunks)
+        return {name: p.detach() for name, p in trained.items() if not getattr(p, "tensor_model_parallel", False)}
+
+
+def bytes_in_bfloat16(folder: Path, keys: dict[str, Any]) -> dict[str, int]:
+    """After a step on one rank: numbers of trained and frozen values, and bytes of weights, gradients, masters and moments."""
+    from swiftcp.parallel.cpu_shim import cpu_mode
+    from tests.distributed.layout_harness import PACKS
+
+    with cpu_mode():
+        training = Training(train_config(folder, **LORA, **keys, torch_dtype="bfloat16"))
+        training.step(PACKS)
+        parameters = list(training.model.parameters())
+        optimizers = getattr(training.optimizer, "chained_optimizers", [training.optimizer])
+        masters = [p for one in optimizers for group in one.fp32_from_float16_groups + one.fp32_from_fp32_groups for p in group]
+        moments = [value for one in optimizers for state in one.optimizer.state.values() for value in state.values() if value.dim()]
+        return {
+            "trained": sum(p.numel() for p in parameters if p.requires_grad),
+            "frozen": sum(p.numel() for p in parameters if not p.requires_grad),
+            "weights": sum(p.nbytes for p in parameters),
+            "gradients": sum(buffer.grad_data.nbytes for buffer in training.wrapped[0].buffers),
+            "masters": sum(p.nbytes for p in masters),
+            "moments": sum(value.nbytes for value in moments),
+        }
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
