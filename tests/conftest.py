@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +21,10 @@ POOL_SIZE = 4
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+# The cache of scans is the user's: tests, and the processes that they start, have one of their own.
+os.environ["SWIFTCP_CACHE"] = tempfile.mkdtemp(prefix="swiftcp-cache-")
+atexit.register(shutil.rmtree, os.environ["SWIFTCP_CACHE"], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

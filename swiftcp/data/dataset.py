@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from swiftcp.data.batch import Sample
 from swiftcp.data.encode import RowEncoder
 from swiftcp.data.row_files import Rows, read_rows
 from swiftcp.data.rows import Row, RowError
+from swiftcp.data.scan_cache import ScanCache, media_key
 from swiftcp.data.workers import map_in_order
 from swiftcp.errors import DataError
 
@@ -68,15 +69,19 @@ def scan_rows(
     *,
     check_media: bool = True,
     num_workers: int = 0,
+    cache: ScanCache | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> RowScan:
     """Parse and measure every row.
 
     Args:
-        check_media: decode images and sounds too (and each video's first frame), so that broken files are found now.
+        check_media: decode every medium too, so that broken files are found now; headers alone are read otherwise.
+        cache: what earlier scans found; what this one finds is put into it.
         progress: called with (rows done, rows in all).
     """
-    measure = _Measure(rows, encoder, check_media)
+    measure = _Measure(rows, encoder, check_media, cache)
+    known: dict[bytes, tuple[int, int]] = {}
+    decoded: set[bytes] = set()
     kept, lengths, labels = [], [], []
     bad: list[BadRow] = []
     deleted: list[BadRow] = []
@@ -84,8 +89,11 @@ def scan_rows(
     if len(rows) < _FEW_ROWS:
         num_workers = 0
     measured = map_in_order(measure, range(len(rows)), num_workers=num_workers, prefetch_factor=16)
-    for index, (found, length, num_labels, row_digest) in enumerate(measured):
+    for index, (found, length, num_labels, row_digest, key, media_keys) in enumerate(measured):
         longest = max(longest, length)
+        decoded.update(media_keys)
+        if key is not None:
+            known[key] = length, num_labels
         if found is None:
             kept.append(index)
             lengths.append(length)
@@ -95,27 +103,58 @@ def scan_rows(
             (deleted if found.kind == "length" and encoder.truncation_strategy == "delete" else bad).append(found)
         if progress is not None:
             progress(index + 1, len(rows))
+    if cache is not None:
+        cache.save(known, decoded)
     return RowScan(tuple(kept), tuple(lengths), tuple(labels), tuple(bad), tuple(deleted), longest, digest.hexdigest())
 
 
+class _Measured(NamedTuple):
+    """What a look at one row found; 0 for what is unknown."""
+
+    found: BadRow | None
+    """What is wrong with it."""
+    length: int
+    num_labels: int
+    digest: bytes
+    key: bytes | None
+    """Of the row in the cache; None where its contents cannot be told, or it could not be measured."""
+    decoded: tuple[bytes, ...]
+    """Keys of its media that were decoded, now or earlier."""
+
+
 class _Measure:
-    """(what is wrong with a row, its length, its labelled tokens, its digest) of the row at an index; 0 for what is unknown."""
+    """Looks at the row at an index."""
 
-    def __init__(self, rows: Rows, encoder: RowEncoder, check_media: bool) -> None:
-        self._rows, self._encoder, self._check_media = rows, encoder, check_media
+    def __init__(self, rows: Rows, encoder: RowEncoder, check_media: bool, cache: ScanCache | None) -> None:
+        self._rows, self._encoder, self._check_media, self._cache = rows, encoder, check_media, cache
+        self._decoded: set[bytes] = set()
+        """By this process in this scan: many rows may name one medium."""
 
-    def __call__(self, index: int) -> tuple[BadRow | None, int, int, bytes]:
+    def __call__(self, index: int) -> _Measured:
         length, num_labels, limit = 0, 0, self._encoder.max_length
+        key: bytes | None = None
+        media_keys: tuple[bytes, ...] = ()
         try:
             row = self._rows[index]
-            length, num_labels = self._encoder.measure(row)
+            digest = _digest(row)
+            keys = [media_key(part, row, self._encoder.access) for part in row.media]
+            whole = [known for known in keys if known is not None]
+            row_key = None if self._cache is None or None in keys else self._cache.row_key(digest, whole)
+            found = None if row_key is None or self._cache is None else self._cache.find(row_key)
+            length, num_labels = found or self._encoder.measure(row)
+            key = row_key
             if limit is not None and length > limit:
                 raise row.error(f"the row has {length} tokens, max_length is {limit}: raise it, or shorten or delete the row", "length")
             if self._check_media:
-                self._encoder.check_media(row)
+                self._encoder.check_media(row, [part for part, own in zip(row.media, keys, strict=True) if not self._was_decoded(own)])
+                self._decoded.update(whole)
+            media_keys = tuple(own for own in whole if self._was_decoded(own))
         except RowError as error:
-            return BadRow(str(error.file), error.line, error.reason, error.kind), length, num_labels, b""
-        return None, length, num_labels, _digest(row)
+            return _Measured(BadRow(str(error.file), error.line, error.reason, error.kind), length, num_labels, b"", key, ())
+        return _Measured(None, length, num_labels, digest, key, media_keys)
+
+    def _was_decoded(self, key: bytes | None) -> bool:
+        return key is not None and (key in self._decoded or (self._cache is not None and self._cache.was_decoded(key)))
 
 
 def _digest(row: Row) -> bytes:

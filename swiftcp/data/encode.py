@@ -8,13 +8,17 @@ Legend: L tokens of the sample, C characters of its text.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 
 from swiftcp.config.concerns import LossScale
@@ -23,7 +27,7 @@ from swiftcp.data.chat import ChatTemplate, Rendered
 from swiftcp.data.grounding import object_writer
 from swiftcp.data.media import MediaAccess, MediaError
 from swiftcp.data.placeholders import replacements
-from swiftcp.data.rows import Row, RowError
+from swiftcp.data.rows import MediaPart, Row, RowError
 from swiftcp.data.sounds import Sounds
 from swiftcp.data.visuals import MediaLimits, MediaPlan, Visuals, limit_processor
 from swiftcp.errors import ConfigError, DataError
@@ -71,8 +75,10 @@ class RowEncoder:
         self._position_ids = position_ids
         self._decode_media = decode_media
         self._template = ChatTemplate(self._processor, loss_scale)
-        self._visuals = Visuals(self._processor, access or MediaAccess())
-        self._sounds = Sounds(self._processor, access or MediaAccess())
+        self.access = access or MediaAccess()
+        self._visuals = Visuals(self._processor, self.access)
+        self._sounds = Sounds(self._processor, self.access)
+        self._loss_scale = loss_scale
 
     @property
     def pad_token_id(self) -> int:
@@ -104,15 +110,31 @@ class RowEncoder:
         with _naming(row):
             return any(span.end > span.start and span.weight > 0 for span in self._render(row).spans)
 
-    def check_media(self, row: Row) -> None:
-        """Decode every image and every sound; of videos, `length` decodes the first frame.
+    def check_media(self, row: Row, parts: Sequence[MediaPart] | None = None) -> None:
+        """Decode these media of the row (all by default) to their last byte, of videos to the last frame that is taken.
 
         Raises:
             RowError: a file is broken.
         """
         with _naming(row):
-            self._visuals.check(row)
-            self._sounds.read(row)
+            parts = row.media if parts is None else parts
+            self._visuals.check(parts, row.file.parent)
+            self._sounds.check(parts, row)
+
+    def settings(self) -> bytes:
+        """Digest of all but the row that decides its length: code, template, tokenizer, limits."""
+        processor, tokenizer = self._processor, self._processor.tokenizer
+        parts = [getattr(processor, name, None) for name in ("image_processor", "video_processor", "feature_extractor")]
+        texts = [
+            *(path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))),
+            transformers.__version__,
+            json.dumps(processor.chat_template or tokenizer.chat_template),
+            tokenizer.backend_tokenizer.to_str(),
+            str(tokenizer.special_tokens_map),
+            *(part.to_json_string() for part in parts if part is not None),
+            repr((self.mode, self._loss_scale, self.access)),
+        ]
+        return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).digest()
 
     def encode(self, row: Row, index: int) -> Sample:
         """The sample of the row at `index` of the data set.

@@ -116,6 +116,11 @@ class Row:
     """What the texts' `<ref-object>` and `<bbox>` stand for."""
 
     @property
+    def media(self) -> tuple[MediaPart, ...]:
+        """In the order of the conversation."""
+        return tuple(part for message in self.messages for part in message.parts if not isinstance(part, TextPart))
+
+    @property
     def images(self) -> tuple[ImagePart, ...]:
         """In the order of the conversation."""
         return tuple(part for message in self.messages for part in message.parts if isinstance(part, ImagePart))

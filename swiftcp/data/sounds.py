@@ -17,7 +17,7 @@ from torch import Tensor
 
 from swiftcp.data.audio_files import num_samples, read_audio
 from swiftcp.data.media import MediaAccess, MediaError, label
-from swiftcp.data.rows import AudioPart, Row, VideoPart
+from swiftcp.data.rows import AudioPart, ImagePart, MediaPart, Row, VideoPart
 from swiftcp.errors import DataError
 
 
@@ -46,6 +46,12 @@ class Sounds:
         clips = [read_audio(self._source(part), row.file.parent, self._access, self._extractor.sampling_rate) for part in self._heard(row)]
         self._check(row, [clip.size for clip in clips])
         return clips
+
+    def check(self, parts: Sequence[MediaPart], row: Row) -> None:
+        """Decode those of the row's media that are heard. Raises MediaError as `lengths` does."""
+        for part in parts:
+            if part in row.sounds and not isinstance(part, ImagePart):
+                read_audio(self._source(part), row.file.parent, self._access, self._extractor.sampling_rate)
 
     def num_frames(self, lengths: Sequence[int]) -> Tensor:
         """[A] int64 frames of clips of these lengths in samples: the extractor drops the last frame of its longest clip alone."""

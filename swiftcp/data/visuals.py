@@ -23,7 +23,7 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from swiftcp.data.media import MediaAccess, MediaError, check_image, image_size, label, read_frames, read_image, video_header
-from swiftcp.data.rows import ImagePart, Row, TextPart, VideoPart
+from swiftcp.data.rows import ImagePart, MediaPart, Row, TextPart, VideoPart
 from swiftcp.errors import ConfigError
 
 _FPS = 2.0
@@ -201,15 +201,21 @@ class Visuals:
             raise MediaError("the decoded media are not as large as their headers say: check the files")
         return torch.cat(patches_PD).float()
 
-    def check(self, row: Row) -> None:
-        """Decode every image, and every image of a video that is a list of them; of other videos `plan` decodes the first frame.
+    def check(self, parts: Sequence[MediaPart], folder: Path) -> None:
+        """Decode images, and of videos every frame up to the last that is taken.
 
         Raises:
             MediaError: a file is broken.
         """
-        listed = [source for part in row.videos if isinstance(part.source, tuple) for source in part.source]
-        for source in [*(part.source for part in row.images), *listed]:
-            check_image(source, row.file.parent, self._access)
+        for part in parts:
+            if isinstance(part, ImagePart):
+                check_image(part.source, folder, self._access)
+            elif isinstance(part, VideoPart) and isinstance(part.source, tuple):
+                for source in part.source:
+                    check_image(source, folder, self._access)
+            elif isinstance(part, VideoPart):
+                indices = self._video_metadata(part, folder).frames_indices or []
+                read_frames(part.source, folder, self._access, indices, lambda frame: None)
 
     def _image_grid(self, part: ImagePart, folder: Path) -> list[int]:
         height, width = image_size(part.source, folder, self._access)

@@ -19,6 +19,7 @@ from swiftcp.data.encode import Mode, RowEncoder
 from swiftcp.data.loader import BatchLayout
 from swiftcp.data.media import MediaAccess
 from swiftcp.data.row_files import read_rows
+from swiftcp.data.scan_cache import ScanCache, cache_folder
 from swiftcp.data.visuals import MediaLimits
 from swiftcp.errors import SwiftcpError
 from swiftcp.parallel.mesh import Mesh
@@ -55,8 +56,13 @@ def make_encoder(config: RunConfig, mode: Mode, source: Source, mesh: Mesh) -> R
     )
 
 
-def open_dataset(datasets: Sequence[str], encoder: RowEncoder, config: RunConfig, mesh: Mesh) -> EncodedDataset:
+def open_dataset(
+    datasets: Sequence[str], encoder: RowEncoder, config: RunConfig, mesh: Mesh, *, check_media: bool = True
+) -> EncodedDataset:
     """Called on all ranks.
+
+    Args:
+        check_media: decode every medium once, now.
 
     Raises:
         DataError: a data set cannot be read, or rows are bad; the same on every rank.
@@ -64,7 +70,15 @@ def open_dataset(datasets: Sequence[str], encoder: RowEncoder, config: RunConfig
     workers = config.dataloader_num_workers or 0
 
     def scan(alive: Callable[[], None]) -> RowScan:
-        return scan_rows(read_rows(datasets), encoder, num_workers=workers, progress=lambda done, total: _progress(done, total, alive))
+        cache = ScanCache(cache_folder() / "scans", datasets, encoder.settings())
+        return scan_rows(
+            read_rows(datasets),
+            encoder,
+            check_media=check_media,
+            num_workers=workers,
+            cache=cache,
+            progress=lambda done, total: _progress(done, total, alive),
+        )
 
     return load_dataset(datasets, encoder, strict=config.strict, scan=_from_first_rank(scan, mesh))
 
