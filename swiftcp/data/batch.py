@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import torch
 from torch import Tensor
+
+from swiftcp.data.rows import BadRow
 
 IGNORED_LABEL = -100
 
@@ -79,6 +81,8 @@ class Sample:
     audio: AudioItems | None = None
     seconds_per_grid_W: Tensor | None = None
     """float32: of each video, between two rows of frames in its grid. The positions hold them already."""
+    bad: BadRow | None = None
+    """Why its media could not be decoded: it is padding then, of the length that the plan counts on."""
 
     def __len__(self) -> int:
         return self.input_ids_L.numel()
@@ -107,6 +111,14 @@ class Batch:
     audio: AudioItems | None = None
     mean_labels: float | None = None
     """Labelled tokens of a micro-batch, on average over those of the global batch that hold rows; None: as many as this one has."""
+
+    bad_rows: Mapping[int, BadRow] = field(default_factory=dict)
+    """Those of `rows` that could not be decoded, and are padding."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Without padding."""
+        return self.padding_mask_BS.numel() - int(self.padding_mask_BS.sum())
 
     @property
     def num_labels(self) -> int:
@@ -148,7 +160,7 @@ def _place(samples: Sequence[Sample], shape: tuple[int, int], offsets: Sequence[
         input_ids[here] = sample.input_ids_L
         labels[here] = _shift(sample.labels_L, IGNORED_LABEL)
         weights[here] = _shift(sample.weights_L, 0.0)
-        padding[here] = False
+        padding[here] = sample.bad is not None
         positions[:, here] = sample.position_ids_3L
     return dict(
         input_ids_BS=input_ids.view(shape),
@@ -189,7 +201,7 @@ def collate_pack(
         rows=tuple(s.row for s in samples),
         visual=_merge([sample.visual for sample in samples], offsets),
         audio=_merge([sample.audio for sample in samples], offsets),
-        mean_labels=None,
+        bad_rows={s.row: s.bad for s in samples if s.bad is not None},
     )
 
 
@@ -211,5 +223,5 @@ def collate_rows(
         rows=tuple(s.row for s in samples),
         visual=_merge([sample.visual for sample in samples], offsets),
         audio=_merge([sample.audio for sample in samples], offsets),
-        mean_labels=None,
+        bad_rows={s.row: s.bad for s in samples if s.bad is not None},
     )

@@ -11,7 +11,7 @@ import json
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from swiftcp.data.batch import Sample
 from swiftcp.data.encode import RowEncoder
 from swiftcp.data.row_files import Rows, read_rows
-from swiftcp.data.rows import Row, RowError
+from swiftcp.data.rows import BadRow, Row, RowError
 from swiftcp.data.scan_cache import ScanCache, media_key
 from swiftcp.data.workers import map_in_order
 from swiftcp.errors import DataError
@@ -31,17 +31,6 @@ MAX_BAD_SHARE = 0.5
 _NUM_SHOWN = 20
 _FEW_ROWS = 512
 """Fewer rows are looked at faster than worker processes start."""
-
-
-@dataclass(frozen=True)
-class BadRow:
-    """One line of bad_rows.jsonl."""
-
-    file: str
-    line: int
-    reason: str
-    kind: str
-    """"row", "media" or "length"."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +161,9 @@ def _plain(value: Any) -> str:
 class EncodedDataset:
     """Good rows as samples. Places run from 0 on; a sample's `row` is its index among all rows that were read."""
 
-    def __init__(self, rows: Rows, encoder: RowEncoder, scan: RowScan) -> None:
+    def __init__(self, rows: Rows, encoder: RowEncoder, scan: RowScan, *, strict: bool = True) -> None:
         self.rows = rows
+        self.strict = strict
         self.encoder = encoder
         self.kept = scan.kept
         self.lengths = scan.lengths
@@ -195,6 +185,22 @@ class EncodedDataset:
                 f"the row has {len(sample)} tokens, but had {self.lengths[place]} at the start: do not change data during a run"
             )
         return sample
+
+    def sample(self, place: int, bad: Mapping[int, BadRow]) -> Sample:
+        """As the data set's item; without `strict`, padding of the row's length where its media cannot be decoded.
+
+        Args:
+            bad: rows, by index, that could not be decoded on this rank or another: they are padding too.
+        """
+        index = self.kept[place]
+        if index in bad:
+            return self.encoder.padding(self.lengths[place], index, bad[index])
+        try:
+            return self[place]
+        except RowError as error:
+            if self.strict or error.kind != "media":
+                raise
+            return self.encoder.padding(self.lengths[place], index, BadRow(str(error.file), error.line, error.reason, "decode"))
 
     def require_trained(self, key: str) -> None:
         """Raises: DataError: no row of the data set, which the recipe names under `key`, has a trained token."""
@@ -218,7 +224,7 @@ class EncodedDataset:
         places = tuple(places)
         kept, lengths, labels = (tuple(values[i] for i in places) for values in (self.kept, self.lengths, self.labels))
         scan = RowScan(kept, lengths, labels, self.dropped, (), 0, self.digest)
-        return EncodedDataset(self.rows, self.encoder, scan)
+        return EncodedDataset(self.rows, self.encoder, scan, strict=self.strict)
 
 
 def load_dataset(
@@ -243,7 +249,7 @@ def load_dataset(
     if scan is None:
         scan = scan_rows(rows, encoder, check_media=check_media, num_workers=num_workers)
     _judge(scan, strict=strict, max_length=encoder.max_length)
-    return EncodedDataset(rows, encoder, scan)
+    return EncodedDataset(rows, encoder, scan, strict=strict)
 
 
 def _judge(scan: RowScan, *, strict: bool, max_length: int | None) -> None:

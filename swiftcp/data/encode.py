@@ -27,7 +27,7 @@ from swiftcp.data.chat import ChatTemplate, Rendered
 from swiftcp.data.grounding import object_writer
 from swiftcp.data.media import MediaAccess, MediaError
 from swiftcp.data.placeholders import replacements
-from swiftcp.data.rows import MediaPart, Row, RowError
+from swiftcp.data.rows import BadRow, MediaPart, Row, RowError
 from swiftcp.data.sounds import Sounds
 from swiftcp.data.visuals import MediaLimits, MediaPlan, Visuals, limit_processor
 from swiftcp.errors import ConfigError, DataError
@@ -158,6 +158,18 @@ class RowEncoder:
                 audio=self._audio_items(clips, plan, input_ids_L) if row.sounds else None,
                 seconds_per_grid_W=_or_none(plan.seconds_per_grid_W),
             )
+
+    def padding(self, length: int, index: int, bad: BadRow) -> Sample:
+        """What stands in the place of a sample of `length` tokens whose media cannot be decoded: nothing of it is trained, or seen."""
+        input_ids_L = torch.full((length,), self.pad_token_id, dtype=torch.int64)
+        return Sample(
+            row=index,
+            input_ids_L=input_ids_L,
+            labels_L=torch.full((length,), IGNORED_LABEL, dtype=torch.int64),
+            weights_L=torch.zeros(length),
+            position_ids_3L=self._position_ids(input_ids_L, None, None, None),
+            bad=bad,
+        )
 
     def _tokens(self, row: Row, rendered: Rendered, plan: MediaPlan) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids, labels and weights, [L] each."""

@@ -7,12 +7,13 @@ made from rows without any random draw, and so are the same with any number of w
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from swiftcp.data.batch import Batch, Sample, collate_pack, collate_rows
 from swiftcp.data.dataset import EncodedDataset
 from swiftcp.data.plan import FILLER, Pack, StepPlan, packs_of_rank, plan_in_order
+from swiftcp.data.rows import BadRow
 from swiftcp.data.workers import map_in_order
 
 
@@ -56,16 +57,42 @@ class BatchLayout:
         return collate_pack(samples, total_length=total, **padding)
 
 
+Agree = Callable[[Mapping[int, BadRow]], Mapping[int, BadRow]]
+"""(rows of this rank's micro-batch that could not be decoded) -> those of all ranks' micro-batches; called on all ranks together."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What one micro-batch is made from."""
+
+    packs: tuple[Pack, ...]
+    mean_labels: float | None = None
+    """Of the micro-batches of its global batch."""
+    bad: Mapping[int, BadRow] = field(default_factory=dict)
+    """Rows that another rank could not decode."""
+
+
 class _MakeBatch:
-    """The batch of one micro-batch, and the mean number of labels of its global batch's; what worker processes run."""
+    """The batch of one micro-batch; what worker processes run."""
 
     def __init__(self, dataset: EncodedDataset, layout: BatchLayout) -> None:
         self._dataset, self._layout = dataset, layout
 
-    def __call__(self, job: tuple[tuple[Pack, ...], float | None]) -> Batch:
-        packs, mean_labels = job
-        samples = [self._dataset[place] for pack in packs for place in pack]
-        return replace(self._layout.collate(samples, self._dataset.encoder.pad_token_id), mean_labels=mean_labels)
+    def __call__(self, job: _Job) -> Batch:
+        samples = [self._dataset.sample(place, job.bad) for pack in job.packs for place in pack]
+        return replace(self._layout.collate(samples, self._dataset.encoder.pad_token_id), mean_labels=job.mean_labels)
+
+
+def _read(make: _MakeBatch, jobs: Iterator[_Job], num_workers: int, agree: Agree | None) -> Iterator[Batch]:
+    """The batches of the jobs. With `agree`, a row that one rank could not decode is padding on all of them."""
+    if agree is None:
+        yield from map_in_order(make, jobs, num_workers=num_workers)
+        return
+    jobs, same_jobs = itertools.tee(jobs)
+    for job, batch in zip(same_jobs, map_in_order(make, jobs, num_workers=num_workers), strict=True):
+        bad = agree(batch.bad_rows)
+        others = {row: bad[row] for row in bad.keys() & set(batch.rows)}
+        yield batch if others.keys() == batch.bad_rows.keys() else make(replace(job, bad=others))
 
 
 def mean_labels(packs: Sequence[Pack], labels: Sequence[int], micro_batch_size: int) -> float:
@@ -82,11 +109,21 @@ def mean_labels(packs: Sequence[Pack], labels: Sequence[int], micro_batch_size: 
 class BatchStream:
     """Iterates over this rank's micro-batches of a run, step by step; every rank gets equally many."""
 
-    def __init__(self, dataset: EncodedDataset, plan: StepPlan, layout: BatchLayout, *, start_step: int = 0, num_workers: int = 0) -> None:
+    def __init__(
+        self,
+        dataset: EncodedDataset,
+        plan: StepPlan,
+        layout: BatchLayout,
+        *,
+        start_step: int = 0,
+        num_workers: int = 0,
+        agree: Agree | None = None,
+    ) -> None:
         """
         Args:
             plan: of `dataset.lengths`, with the layout's `packing_length` and `pack_align`.
             start_step: the first step to read, 0-based.
+            agree: how ranks tell each other of rows that could not be decoded, where that is no error.
 
         Raises:
             ConfigError: a step does not divide among the ranks.
@@ -96,22 +133,21 @@ class BatchStream:
         self.num_micro_batches = len(layout.of_rank([FILLER] * plan.global_batch_size))
         """In each step."""
         self._dataset, self._plan, self._layout = dataset, plan, layout
-        self._start_step, self._num_workers = start_step, num_workers
+        self._start_step, self._num_workers, self._agree = start_step, num_workers, agree
 
     def __iter__(self) -> Iterator[Batch]:
-        return map_in_order(_MakeBatch(self._dataset, self._layout), self._micro_batches(), num_workers=self._num_workers)
+        return _read(_MakeBatch(self._dataset, self._layout), self._micro_batches(), self._num_workers, self._agree)
 
-    def _micro_batches(self) -> Iterator[tuple[tuple[Pack, ...], float]]:
+    def _micro_batches(self) -> Iterator[_Job]:
         for step in range(self._start_step, self._plan.num_steps):
             packs = self._plan.step(step)
             mean = mean_labels(packs, self._dataset.labels, self._layout.micro_batch_size)
-            yield from ((own, mean) for own in self._layout.of_rank(packs))
+            yield from (_Job(own, mean) for own in self._layout.of_rank(packs))
 
 
-def batches_in_order(dataset: EncodedDataset, layout: BatchLayout, *, num_workers: int = 0) -> Iterator[Batch]:
+def batches_in_order(dataset: EncodedDataset, layout: BatchLayout, *, num_workers: int = 0, agree: Agree | None = None) -> Iterator[Batch]:
     """All rows once, in order, for evaluation and log-probabilities; neighbouring packs go to the ranks in turn.
 
     Every rank gets equally many micro-batches; the last ones may be fillers.
     """
-    jobs = ((packs, None) for packs in layout.in_order(dataset.lengths))
-    return map_in_order(_MakeBatch(dataset, layout), jobs, num_workers=num_workers)
+    return _read(_MakeBatch(dataset, layout), map(_Job, layout.in_order(dataset.lengths)), num_workers, agree)

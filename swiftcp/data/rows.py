@@ -56,6 +56,17 @@ class RowError(DataError):
 
 
 @dataclass(frozen=True, slots=True)
+class BadRow:
+    """One line of bad_rows.jsonl."""
+
+    file: str
+    line: int
+    reason: str
+    kind: str
+    """"row", "media" or "length", or "decode" of media that could not be decoded when their row was to be trained."""
+
+
+@dataclass(frozen=True, slots=True)
 class TextPart:
     text: str
 

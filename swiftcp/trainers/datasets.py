@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -13,8 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from swiftcp.checkpoint.durable import write_text
-from swiftcp.data.dataset import BadRow, EncodedDataset, RowScan, load_dataset, scan_rows
+from swiftcp.data.dataset import EncodedDataset, RowScan, load_dataset, scan_rows
 from swiftcp.data.encode import Mode, RowEncoder
 from swiftcp.data.loader import BatchLayout
 from swiftcp.data.media import MediaAccess
@@ -136,8 +134,3 @@ def batch_layout(config: RunConfig, mesh: Mesh) -> BatchLayout:
         batch_multiple=mesh.pp_size if mesh.num_chunks > 1 else 1,
         length_multiple=mesh.cp_size * mesh.tp_size if mesh.sequence_parallel else 1,
     )
-
-
-def write_bad_rows(output_dir: Path, bad_rows: Sequence[BadRow]) -> None:
-    """`bad_rows.jsonl`: each row that was left out, with file, line and reason. Called on the first rank."""
-    write_text(output_dir / "bad_rows.jsonl", "".join(json.dumps(asdict(row), ensure_ascii=False) + "\n" for row in bad_rows))

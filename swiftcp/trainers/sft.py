@@ -33,7 +33,8 @@ from swiftcp.parallel.moe import AUXILIARY_LOSSES
 from swiftcp.parallel.pipeline import sum_over_stages
 from swiftcp.trainers.adapters import write_weights
 from swiftcp.trainers.ahead import plan_ahead
-from swiftcp.trainers.datasets import batch_layout, make_encoder, open_dataset, write_bad_rows
+from swiftcp.trainers.bad_rows import BadRowsOfRanks, write_bad_rows
+from swiftcp.trainers.datasets import batch_layout, make_encoder, open_dataset
 from swiftcp.trainers.evaluation import evaluate
 from swiftcp.trainers.logs import Clock, LogRecord, RunLog, TimedIterator, memory_gib, utilisation
 from swiftcp.trainers.optimizer import build_optimizer, build_scheduler, check_optimizer, wrap_model
@@ -76,6 +77,8 @@ class Run:
     runner: Runner
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
+    agree_on_validation: BadRowsOfRanks | None
+    """See `agreement`; training has another, for its rows may be read by a thread meanwhile."""
 
     @property
     def output_dir(self) -> Path:
@@ -97,10 +100,10 @@ def train(resolved: ResolvedConfig[TrainConfig], mode: Mode) -> None:
         recipe = fingerprint(config, mode, data.plan, source, data.training.digest)
         checkpoint = find_checkpoint(config)
         start_step = saved_step(checkpoint, recipe, data.plan, no_load_optim=config.no_load_optim)
-        stream = open_stream(config, data, mesh, start_step)
         if mesh.rank == 0:
             write_run_files(Path(str(config.output_dir)), resolved, mesh)
-            write_bad_rows(Path(str(config.output_dir)), data.dropped)
+            write_bad_rows(Path(str(config.output_dir)), data.dropped, keep_decoded=start_step > 0)
+        stream = open_stream(config, data, mesh, start_step)
 
         run = build_run(config, source, data, mesh)
         state = first_state(recipe) if checkpoint is None else restore(run, checkpoint, recipe)
@@ -121,9 +124,9 @@ def load_data(config: TrainConfig, mode: Mode, source: Source, mesh: Mesh) -> Da
         TrainingError: ranks read different rows.
     """
     encoder = make_encoder(config, mode, source, mesh)
-    training, validation = open_dataset(config.dataset, encoder, config, mesh), None
+    training, validation = open_dataset(config.dataset, encoder, config, mesh, check_media=config.strict), None
     if config.val_dataset:
-        validation = open_dataset(config.val_dataset, encoder, config, mesh)
+        validation = open_dataset(config.val_dataset, encoder, config, mesh, check_media=config.strict)
     elif config.split_dataset_ratio:
         training, validation = training.split(config.split_dataset_ratio, config.seed)
     training.require_trained("dataset")
@@ -145,7 +148,13 @@ def load_data(config: TrainConfig, mode: Mode, source: Source, mesh: Mesh) -> Da
 def open_stream(config: TrainConfig, data: Data, mesh: Mesh, start_step: int) -> BatchStream:
     """This rank's micro-batches from `start_step` on."""
     workers = config.dataloader_num_workers or 0
-    return BatchStream(data.training, data.plan, batch_layout(config, mesh), start_step=start_step, num_workers=workers)
+    agree = agreement(config, data.training)
+    return BatchStream(data.training, data.plan, batch_layout(config, mesh), start_step=start_step, num_workers=workers, agree=agree)
+
+
+def agreement(config: TrainConfig, dataset: EncodedDataset) -> BadRowsOfRanks | None:
+    """How ranks agree on rows that cannot be decoded, where these are no error. Called on all ranks."""
+    return None if config.strict else BadRowsOfRanks(Path(str(config.output_dir)), len(dataset))
 
 
 def build_run(config: TrainConfig, source: Source, data: Data, mesh: Mesh) -> Run:
@@ -164,9 +173,10 @@ def build_run(config: TrainConfig, source: Source, data: Data, mesh: Mesh) -> Ru
         mesh=mesh,
         source=source,
         data=data,
-        runner=Runner(wrapped, mesh, source.geometry, chunks[0].vocab_size),
+        runner=Runner(wrapped, mesh, source.geometry, chunks[0].vocab_size, reads_whole_steps=mesh.pp_size > 1 and not config.strict),
         optimizer=optimizer,
         scheduler=build_scheduler(optimizer, config, data.plan.num_steps),
+        agree_on_validation=agreement(config, data.validation) if data.validation is not None else None,
     )
 
 
@@ -288,7 +298,8 @@ def evaluate_if_due(run: Run, state: RunState, num_micro_batches: int) -> float 
         or not is_due(state.step, config.eval_steps or config.save_steps, run.data.plan.num_steps)
     ):
         return None
-    batches = batches_in_order(validation, batch_layout(config, run.mesh), num_workers=config.dataloader_num_workers or 0)
+    workers = config.dataloader_num_workers or 0
+    batches = batches_in_order(validation, batch_layout(config, run.mesh), num_workers=workers, agree=run.agree_on_validation)
     return evaluate(run.runner, batches, num_micro_batches, num_steps=None if config.eval_iters < 0 else config.eval_iters).loss
 
 

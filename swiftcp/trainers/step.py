@@ -8,6 +8,7 @@ Legend: N labelled local tokens.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import traceback
@@ -71,6 +72,8 @@ class Runner:
     mesh: Mesh
     geometry: Geometry
     vocab_size: int
+    reads_whole_steps: bool = False
+    """Read all micro-batches of a step before the first is computed: ranks agree on bad rows, for which stages cannot wait in between."""
 
 
 NUM_EXTENTS = 4
@@ -94,7 +97,7 @@ def _extent(runner: Runner, batch: Batch) -> tuple[float, float, float, float]:
     if runner.mesh.cp_rank != 0:
         return 0.0, 0.0, 0.0, 0.0
     flops = training_flops(runner.chunks[0].config, runner.geometry, runner.vocab_size, batch)
-    return sum(batch.lengths), batch.padding_mask_BS.numel(), flops, float(bool(batch.lengths))
+    return batch.num_tokens, batch.padding_mask_BS.numel(), flops, float(bool(batch.lengths))
 
 
 def _sent(runner: Runner, batches: Iterator[Batch | PlannedBatch]) -> Iterator[tuple[Batch, ModelInputs]]:
@@ -151,6 +154,8 @@ def run_micro_batches(
     Raises:
         TrainingError: a micro-batch failed on this rank; names its rows.
     """
+    if runner.reads_whole_steps:
+        batches = _read_step(runner, batches, num_micro_batches)
     reports = run_schedule(
         partial(_forward_step, runner),
         _sent(runner, batches),
@@ -161,6 +166,13 @@ def run_micro_batches(
     )
     loss_sum, labelled, tokens, padded, flops, num_filled = _sum_over_ranks(reports, runner.mesh)
     return Totals(loss_sum, int(labelled), int(tokens), int(padded), flops, None if forward_only else _router_losses(runner, num_filled))
+
+
+def _read_step[T](runner: Runner, batches: Iterator[T], num_micro_batches: int) -> Iterator[T]:
+    try:
+        return iter(list(itertools.islice(batches, num_micro_batches)))
+    except Exception as error:
+        raise _failure(error, runner.mesh.rank, ()) from error
 
 
 def _router_losses(runner: Runner, num_micro_batches: float) -> tuple[float, ...] | None:

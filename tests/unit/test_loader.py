@@ -199,6 +199,31 @@ def test_case_02_pixels_need_not_be_checked(mixed: Path) -> None:
         dataset[dataset.kept.index(5)]
 
 
+def test_case_22_a_row_that_cannot_be_decoded_is_padding_in_its_place(mixed: Path) -> None:
+    dataset = load_dataset([mixed], encoder(max_length=100), strict=False, check_media=False)
+    place = dataset.kept.index(5)
+    chosen = layout(packing_length=128, pack_align=8)
+    told: list[set[int]] = []
+
+    def agree(bad: Any) -> Any:
+        told.append(set(bad))
+        return {**bad, 8: BadRow("elsewhere", 1, "another rank could not", "decode")}
+
+    plan = steps_of(dataset, chosen, num_train_epochs=1)
+    alone = list(BatchStream(dataset, plan, chosen, agree=lambda bad: bad))
+    agreed = list(BatchStream(dataset, plan, chosen, agree=agree))
+    assert [batch.rows for batch in alone] == [batch.rows for batch in agreed] and set().union(*told) == {5}
+    for batch in agreed:
+        for row, length, start in zip(batch.rows, batch.lengths, batch.cu_seqlens, strict=False):
+            here = slice(int(start), int(start) + length)
+            assert row not in (5, 8) or bool(batch.padding_mask_BS[0, here].all() and (batch.labels_BS[0, here] == IGNORED_LABEL).all())
+            assert row in (5, 8) or not batch.padding_mask_BS[0, here].any()
+    (bad,) = [bad for batch in alone for bad in batch.bad_rows.values()]
+    assert (bad.line, bad.kind) == (11, "decode") and "image cut.png cannot be read" in bad.reason
+    assert sum(batch.num_tokens for batch in alone) == sum(dataset.lengths) - dataset.lengths[place]
+    assert sum(batch.num_tokens for batch in agreed) < sum(batch.num_tokens for batch in alone)
+
+
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("strict", [True, False])
 def test_case_18_long_rows_are_deleted_and_counted(

@@ -73,7 +73,7 @@ def test_case_41_whatever_changes_a_length_is_looked_at(counted: Counted, tmp_pa
     picture(128, 64).save(tmp_path / "b.png")
     replaced, measured, decoded = counted.scan()
     assert (measured, decoded) == ([3], ["b.png"]) and replaced.lengths[2] > first.lengths[2]
-    counted.data.write_text(counted.data.read_text().replace("text alone", "other text, longer"))
+    counted.data.write_text(counted.data.read_text().replace("text alone", "text alone, and then some more text"))
     changed, measured, decoded = counted.scan()
     assert (measured, decoded) == ([1], []) and changed.lengths[0] > first.lengths[0]
 
