@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,7 +148,7 @@ def _round_up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-def _place(samples: Sequence[Sample], shape: tuple[int, int], offsets: Sequence[int], pad_token_id: int) -> dict[str, Tensor]:
+def _place(samples: Sequence[Sample], shape: tuple[int, int], offsets: Sequence[int], pad_token_id: int) -> dict[str, Any]:
     """Write the samples into padded [B, S] streams, each at its offset into the flattened stream."""
     num_tokens = shape[0] * shape[1]
     input_ids = torch.full((num_tokens,), pad_token_id, dtype=torch.int64)

@@ -23,7 +23,7 @@ from transformers.video_processing_utils import BaseVideoProcessor
 from transformers.video_utils import VideoMetadata
 
 from swiftcp.data.media import MediaAccess, MediaError, check_image, image_size, label, read_frames, read_image, video_header
-from swiftcp.data.rows import ImagePart, MediaPart, Row, TextPart, VideoPart
+from swiftcp.data.rows import AudioPart, ImagePart, MediaPart, Row, TextPart, VideoPart
 from swiftcp.errors import ConfigError
 
 _FPS = 2.0
@@ -208,14 +208,12 @@ class Visuals:
             MediaError: a file is broken.
         """
         for part in parts:
-            if isinstance(part, ImagePart):
-                check_image(part.source, folder, self._access)
-            elif isinstance(part, VideoPart) and isinstance(part.source, tuple):
-                for source in part.source:
-                    check_image(source, folder, self._access)
-            elif isinstance(part, VideoPart):
+            if isinstance(part, VideoPart) and not isinstance(part.source, tuple):
                 indices = self._video_metadata(part, folder).frames_indices or []
                 read_frames(part.source, folder, self._access, indices, lambda frame: None)
+            elif not isinstance(part, AudioPart):
+                for source in part.source if isinstance(part.source, tuple) else (part.source,):
+                    check_image(source, folder, self._access)
 
     def _image_grid(self, part: ImagePart, folder: Path) -> list[int]:
         height, width = image_size(part.source, folder, self._access)
