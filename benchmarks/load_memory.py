@@ -1,6 +1,6 @@
 """Host memory of each rank while a model folder is read and written: at most 1.3 times its own weights and one shard.
 
-    python benchmarks/load_memory.py [--shape qwen3_vl_8b] [--num_layers 12] [--tp 2] [--shard_mb 5000] [--folder DIR]
+    python benchmarks/load_memory.py [--shape qwen3_vl_8b] [--num_layers 12] [--tp 2] [--ep 2] [--shard_mb 5000] [--folder DIR]
 
 Writes a folder of random bfloat16 weights of the shape, starts the ranks, which build the model on the CPU, read the folder and export
 it, and exits 1 where a rank needs more. Counted is anonymous memory (RssAnon of /proc/self/status, sampled every 5 ms) above what a
@@ -22,6 +22,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,15 @@ def write_folder(folder: Path, config_file: Path, num_layers: int | None, shard_
     import torch
     from safetensors.torch import save_file
 
+    from swiftcp.checkpoint.hf_reader import model_tensors
+
     config = json.loads(config_file.read_text())
     if num_layers:
-        config["text_config"]["num_hidden_layers"] = num_layers
+        config.get("thinker_config", config)["text_config"]["num_hidden_layers"] = num_layers
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    model, table = build(folder, tp=1, device="meta")
+    chunk, table, _ = build(folder, device="meta")
+    model = model_tensors(chunk)
     sources = {
         name: shape
         for target, rule in table.pair(list(model)).items()
@@ -95,12 +99,11 @@ def write_folder(folder: Path, config_file: Path, num_layers: int | None, shard_
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def build(folder: Path, tp: int, device: str) -> tuple[Any, Any]:
-    """This rank's model (on the meta device its tensors by name), and its name table."""
+def build(folder: Path, device: str, tp: int = 1, ep: int = 1) -> tuple[Any, Any, Any]:
+    """This rank's model, its name table, and this rank's place among those that share each matrix."""
     import torch
     from transformers import AutoConfig
 
-    from swiftcp.checkpoint.hf_reader import model_tensors
     from swiftcp.models.build import build_model, transformer_config
     from swiftcp.models.registry import family_of
     from swiftcp.parallel import cpu_shim
@@ -111,16 +114,17 @@ def build(folder: Path, tp: int, device: str) -> tuple[Any, Any]:
     cpu_shim.install()
     start_process_group(torch.device("cpu"))
     with cpu_shim.cpu_mode():
-        mesh = build_mesh(torch.device("cpu"), tensor_model_parallel_size=tp)
+        sizes = dict(tensor_model_parallel_size=tp, expert_model_parallel_size=ep, sequence_parallel=tp > 1)
+        mesh = build_mesh(torch.device("cpu"), **sizes)
         settings = transformer_config(family, hf_config, mesh, dtype=torch.bfloat16, backend="torch")
         model = build_model(family, hf_config, settings, mesh, backend="torch", device=torch.device(device))
-    return (model_tensors(model) if device == "meta" else model), family.name_table(hf_config)
+    return model, family.name_table(hf_config), mesh.place
 
 
-def measure(rank: int, folder: Path, tp: int, port: int, shard_bytes: int, results: Any) -> None:
+def measure(rank: int, folder: Path, tp: int, ep: int, port: int, shard_bytes: int, results: Any) -> None:
     """On each rank: (own weights, {phase: peak above the start}) in bytes."""
-    if tp > 1:
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(tp), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if (world_size := lcm(tp, ep)) > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     import transformers.models.qwen3_vl.modeling_qwen3_vl  # noqa: F401
 
     from swiftcp.checkpoint.hf_reader import load_hf_folder, model_tensors
@@ -131,15 +135,15 @@ def measure(rank: int, folder: Path, tp: int, port: int, shard_bytes: int, resul
     peaks = {phase: Peak() for phase in ("build", "load", "export")}
     seconds = {}
     with sampled(peaks["build"]):
-        model, table = build(folder, tp, "cpu")
+        model, table, place = build(folder, "cpu", tp, ep)
     own = sum(tensor.nbytes for tensor in model_tensors(model).values())
     began = time.perf_counter()
     with sampled(peaks["load"]):
-        load_hf_folder(model, folder, table, tp_rank=rank, tp_size=tp)
+        load_hf_folder(model, folder, table, place)
     seconds["load"] = time.perf_counter() - began
     began = time.perf_counter()
     with sampled(peaks["export"]):
-        export_hf_folder(model, folder, folder / "exported", table, tp_rank=rank, tp_size=tp, max_shard_bytes=shard_bytes)
+        export_hf_folder(model, folder, folder / "exported", table, place, max_shard_bytes=shard_bytes)
     seconds["export"] = time.perf_counter() - began
     stop()
     results.put((rank, own, {phase: (peak.anonymous - start, peak.mapped) for phase, peak in peaks.items()}, seconds))
@@ -151,7 +155,7 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run(folder: Path, config_file: Path, num_layers: int | None, tp: int, shard_bytes: int) -> bool:
+def run(folder: Path, config_file: Path, num_layers: int | None, tp: int, ep: int, shard_bytes: int) -> bool:
     """Print the table; whether all ranks stay within the bound."""
     context = multiprocessing.get_context("spawn")
     writer = context.Process(target=write_folder, args=(folder, config_file, num_layers, shard_bytes))
@@ -159,7 +163,7 @@ def run(folder: Path, config_file: Path, num_layers: int | None, tp: int, shard_
     writer.join()
     assert writer.exitcode == 0
     results, port = context.Queue(), free_port()
-    ranks = [context.Process(target=measure, args=(rank, folder, tp, port, shard_bytes, results)) for rank in range(tp)]
+    ranks = [context.Process(target=measure, args=(rank, folder, tp, ep, port, shard_bytes, results)) for rank in range(lcm(tp, ep))]
     for process in ranks:
         process.start()
     found = sorted(results.get() for _ in ranks)
@@ -183,13 +187,15 @@ def main() -> int:
     parser.add_argument("--shape", default="qwen3_vl_8b", help="a public model by name, or the config.json of any")
     parser.add_argument("--num_layers", type=int, help="fewer decoder layers, where disk or memory are short")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks")
+    parser.add_argument("--ep", type=int, default=1, help="ranks that the experts of a layer are spread over")
     parser.add_argument("--shard_mb", type=int, default=5000, help="largest shard, MB")
     parser.add_argument("--folder", type=Path, help="where to write the folder; default: a temporary one")
     arguments = parser.parse_args()
     from swiftcp.models.shapes import find_shape
 
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        holds = run(Path(folder) / "model", find_shape(arguments.shape), arguments.num_layers, arguments.tp, arguments.shard_mb * MB)
+        shape = find_shape(arguments.shape)
+        holds = run(Path(folder) / "model", shape, arguments.num_layers, arguments.tp, arguments.ep, arguments.shard_mb * MB)
     print("within the bound" if holds else f"over the bound of {BOUND} x own weights + one shard")
     return 0 if holds else 1
 

@@ -71,6 +71,8 @@ class Measurement:
     """Whole, by the checkpoint's names."""
     logprobs: Tensor
     """Of all labelled tokens of all micro-batches, one after the other."""
+    router_losses: tuple[float, ...] | None
+    """As logged; None where routers are not trained for them."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,7 @@ def _measure(training: Training, packs: Sequence[Pack], packing: bool) -> Measur
     gradients = _gradients(training)
     training.optimizer.prepare_grads()
     labelled = torch.cat([values[values != 0] for values in logprobs])
-    return Measurement(totals.loss, float(training.optimizer.get_grad_norm()), gradients, labelled)
+    return Measurement(totals.loss, float(training.optimizer.get_grad_norm()), gradients, labelled, totals.router_losses)
 
 
 def measure(folder: Path, keys: dict[str, Any], packs: Sequence[Pack]) -> Result:

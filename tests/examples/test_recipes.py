@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.media_rows import write_media_rows
 from tests.omni_rows import write_omni_rows
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -32,13 +33,20 @@ def _quickstart_inputs(folder: Path) -> Inputs:
     return {"model": folder / "tiny", "dataset": folder / "data" / "train.jsonl"}
 
 
-def _omni_inputs(folder: Path) -> Inputs:
-    _call("-m", "swiftcp", "tiny", "qwen3_omni_moe", folder / "tiny")
-    small: Inputs = {"device": "cpu", "max_length": "2048", "expert_model_parallel_size": "2", "global_batch_size": "2"}
-    return {"model": folder / "tiny", "dataset": write_omni_rows(folder / "data"), **small}
+def _expert_inputs(family: str, write_rows: Callable[[Path], Path]) -> Callable[[Path], Inputs]:
+    def inputs(folder: Path) -> Inputs:
+        _call("-m", "swiftcp", "tiny", family, folder / "tiny")
+        small: Inputs = {"device": "cpu", "max_length": "2048", "expert_model_parallel_size": "2", "global_batch_size": "2"}
+        return {"model": folder / "tiny", "dataset": write_rows(folder), **small}
+
+    return inputs
 
 
-INPUTS: dict[str, Callable[[Path], Inputs]] = {"quickstart/recipe.yaml": _quickstart_inputs, "qwen3_omni/sft.yaml": _omni_inputs}
+INPUTS: dict[str, Callable[[Path], Inputs]] = {
+    "quickstart/recipe.yaml": _quickstart_inputs,
+    "qwen3_vl_moe/sft.yaml": _expert_inputs("qwen3_vl_moe", write_media_rows),
+    "qwen3_omni/sft.yaml": _expert_inputs("qwen3_omni_moe", write_omni_rows),
+}
 """How the model and the rows of each recipe are made."""
 
 
