@@ -58,7 +58,8 @@ def write_random_folder(
             if parameter.dim() == 1:
                 parameter.data.add_(0.05 * torch.randn_like(parameter))
             else:
-                parameter.data.normal_(0, 0.8 / parameter[0].numel() ** 0.5)
+                each = parameter[0] if parameter.dim() == 3 else parameter  # all experts of a layer are one tensor
+                parameter.data.normal_(0, 0.8 / each[0].numel() ** 0.5)
     model.get_input_embeddings().weight.data.normal_(0, 0.05)
     model.save_pretrained(folder)
     del model
