@@ -1,4 +1,4 @@
-"""Qwen3-VL's positions equal those of transformers, for every modality and mix."""
+"""The positions of Qwen3-VL, dense and MoE, equal those of transformers, for every modality and mix."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ TEXT, START, END, IMAGE, VIDEO = 7, 90, 91, 92, 93
 
 
 @functools.cache
-def _reference_model() -> Any:
-    from transformers import Qwen3VLConfig, Qwen3VLModel
+def _reference_model(family: str) -> Any:
+    import transformers
 
     text = dict(vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    text |= dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16) if family == "Qwen3VLMoe" else {}
     vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=16, deepstack_visual_indexes=[0])
-    return Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO))
+    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO)
+    return getattr(transformers, f"{family}Model")(config)
 
 
 def _text(length: int) -> list[int]:
@@ -56,13 +58,14 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("family", ["Qwen3VL", "Qwen3VLMoe"])
 @pytest.mark.parametrize("name", CASES)
-def test_equals_transformers(name: str) -> None:
+def test_equals_transformers(name: str, family: str) -> None:
     ids, image_grids, video_grids = CASES[name]
     images, videos = (torch.tensor(grids) if grids else None for grids in (image_grids, video_grids))
     ids_BL = torch.tensor([ids])
     kinds = (ids_BL == IMAGE).long() + 2 * (ids_BL == VIDEO).long()
-    expected, _ = _reference_model().get_rope_index(ids_BL, kinds, images, videos)
+    expected, _ = _reference_model(family).get_rope_index(ids_BL, kinds, images, videos)
     assert torch.equal(_ours(ids, images, videos), expected[:, 0])
 
 
