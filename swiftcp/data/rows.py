@@ -183,7 +183,7 @@ def parse_row(raw: Any, file: Path, line: int) -> Row:
     """
     try:
         if not isinstance(raw, dict):
-            raise DataError(f"a row must be a JSON object, not {shown(raw)}")
+            raise DataError(f'a row must be a JSON object, not {shown(raw)}: write {{"messages": [...]}}')
         check_text(raw)
         messages = [_parse_message(item, position) for position, item in enumerate(to_messages(raw), start=1)]
         _check_roles([message.role for message, _ in messages])

@@ -66,7 +66,7 @@ def tiny_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("saved", "resumed"), [("PP2", "TP2"), ("one rank", "PP2")])
-def test_case_13_with_a_tied_head_a_run_goes_on_under_another_layout(
+def test_row_13_with_a_tied_head_a_run_goes_on_under_another_layout(
     ranks: RankPool, tiny_tied: Path, tmp_path: Path, saved: str, resumed: str
 ) -> None:
     (first, first_ranks), (second, second_ranks) = LAYOUTS[saved], LAYOUTS[resumed]
@@ -77,7 +77,7 @@ def test_case_13_with_a_tied_head_a_run_goes_on_under_another_layout(
 
 
 @pytest.mark.slow
-def test_case_13_every_layout_goes_on_from_every_other(ranks: RankPool, tiny_qwen3_vl: Path, tmp_path: Path) -> None:
+def test_row_13_every_layout_goes_on_from_every_other(ranks: RankPool, tiny_qwen3_vl: Path, tmp_path: Path) -> None:
     expected: dict[str, list[float]] = {}
     checkpoints: dict[str, Path] = {}
     for number, (name, (recipe, num_ranks)) in enumerate(LAYOUTS.items()):

@@ -171,7 +171,7 @@ def weights_and_moments(training: Any) -> list[torch.Tensor]:
     return [tensor.detach().clone() for tensor in (*parameters, *moments)]
 
 
-def test_case_7_a_save_beside_the_training_holds_the_values_from_before_the_next_step(ranks, tiny_qwen3_vl, tmp_path):
+def test_row_7_a_save_beside_the_training_holds_the_values_from_before_the_next_step(ranks, tiny_qwen3_vl, tmp_path):
     ranks.run(_save_beside_steps, tiny_qwen3_vl, tmp_path, num_ranks=2)
     assert [path.name for path in completed(tmp_path)] == ["step-000004"]
 

@@ -51,7 +51,7 @@ def test_a_mixed_batch_equals_transformers(ranks: RankPool, tiny_qwen3_vl: Path,
 
 
 @pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-def test_layouts_equal_each_other(ranks: RankPool, tiny_qwen3_vl: Path, packing: bool) -> None:
+def test_case_26_layouts_equal_each_other(ranks: RankPool, tiny_qwen3_vl: Path, packing: bool) -> None:
     one_rank = ranks.run(run_ours, tiny_qwen3_vl, MIXED, 1, packing, num_ranks=1)[0]
     for cp_size in (2, 4):
         for result in ranks.run(run_ours, tiny_qwen3_vl, MIXED, cp_size, packing, num_ranks=cp_size):
@@ -77,7 +77,7 @@ def test_rows_of_1_7_and_8_tokens(ranks: RankPool, tiny_qwen3_vl: Path, packing:
             check(result, expected)
 
 
-def test_an_image_that_straddles_every_border(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+def test_case_25_an_image_that_straddles_every_border(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
     rows = (Row("big_image", labelled=1.0),)
     expected = ranks.run(run_transformers, tiny_qwen3_vl, rows, num_ranks=1)[0]
     for cp_size in (2, 4):

@@ -199,7 +199,7 @@ def test_case_02_pixels_need_not_be_checked(mixed: Path) -> None:
         dataset[dataset.kept.index(5)]
 
 
-def test_case_22_a_row_that_cannot_be_decoded_is_padding_in_its_place(mixed: Path) -> None:
+def test_row_22_a_row_that_cannot_be_decoded_is_padding_in_its_place(mixed: Path) -> None:
     dataset = load_dataset([mixed], encoder(max_length=100), strict=False, check_media=False)
     place = dataset.kept.index(5)
     chosen = layout(packing_length=128, pack_align=8)

@@ -33,7 +33,7 @@ def test_phases_of_far_positions_survive_a_cast_of_the_model() -> None:
     assert (rotary(positions)[0, 0, 0, :64].double().cos() - expected).abs().max() < 0.01
 
 
-def test_chunks_of_the_head_give_the_plain_losses_and_gradients() -> None:
+def test_case_42_chunks_of_the_head_give_the_plain_losses_and_gradients() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(11, 16, generator=generator, requires_grad=True)
     weight = torch.randn(40, 16, generator=generator, requires_grad=True)
