@@ -23,24 +23,27 @@ def _on_stop_signal(signum: int, frame: FrameType | None) -> None:
     """Stands for "nothing to save now": `_end_at_once` acts on it."""
 
 
-def _end_at_once(pipe: int, first_rank: bool) -> None:
+def _end_at_once(pipe: int, first_rank: bool, goes_on: bool) -> None:
     """In a thread, for the main one may be waiting for other ranks, or for a file, where no handler of Python's runs."""
     while signums := os.read(pipe, 64):
-        if any(signal.getsignal(signum) is _on_stop_signal for signum in signums):
-            if first_rank:
-                print(
-                    "swiftcp: asked to stop outside of the training steps: nothing new to save; start the run again to go on",
-                    file=sys.stderr,
-                    flush=True,
-                )
-            os._exit(PreemptedError.exit_code)
+        asked = next((signum for signum in signums if signal.getsignal(signum) is _on_stop_signal), None)
+        if asked is None:
+            continue
+        text = "asked to stop outside of the training steps: nothing new to save; start the run again to go on"
+        if first_rank:
+            print(f"swiftcp: {text if goes_on else f'stopped by {signal.Signals(asked).name}'}", file=sys.stderr, flush=True)
+        os._exit(PreemptedError.exit_code if goes_on else 128 + asked)
     os.close(pipe)
 
 
 @contextlib.contextmanager
-def stoppable_at_once(*, first_rank: bool) -> Iterator[None]:
-    """Inside, SIGTERM and SIGUSR1 end this process with the exit code of a run that was stopped, while nothing else handles them:
-    before the training steps there is nothing to save, and behind them all is saved. Only the main thread can; elsewhere nothing changes.
+def stoppable_at_once(*, first_rank: bool, goes_on: bool = True) -> Iterator[None]:
+    """Inside, SIGTERM and SIGUSR1 end this process, while nothing else handles them, and the first rank says so. Only the main thread
+    can; elsewhere nothing changes.
+
+    Args:
+        goes_on: with the exit code of a run that goes on when it is started again: before the training steps there is nothing to save,
+            and behind them all is saved. False: with that of a process which died of the signal.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -49,7 +52,7 @@ def stoppable_at_once(*, first_rank: bool) -> Iterator[None]:
     os.set_blocking(writing, False)
     before = {signum: signal.signal(signum, _on_stop_signal) for signum in STOP_SIGNALS}
     before_fd = signal.set_wakeup_fd(writing)
-    threading.Thread(target=_end_at_once, args=(reading, first_rank), daemon=True).start()
+    threading.Thread(target=_end_at_once, args=(reading, first_rank, goes_on), daemon=True).start()
     try:
         yield
     finally:

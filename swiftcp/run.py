@@ -108,26 +108,24 @@ def _run_rank(command: Command, resolved: ResolvedConfig[Any], topology: Topolog
     if topology.rank == 0:
         print("\n".join([topology.describe(), resolved.describe()]), flush=True)
     prepare_rank(resolved.config.device)
-    if command == "logprobs":
-        from swiftcp.trainers import logprobs
+    with stoppable_at_once(first_rank=topology.rank == 0, goes_on=command in ("sft", "pt")):
+        if command == "logprobs":
+            from swiftcp.trainers import logprobs
 
-        logprobs.run(resolved)
-        return
-    if command == "bench":
-        from swiftcp.trainers import bench
+            logprobs.run(resolved)
+        elif command == "bench":
+            from swiftcp.trainers import bench
 
-        bench.run(resolved)
-        return
-    if command == "export":
-        from swiftcp.trainers import export
+            bench.run(resolved)
+        elif command == "export":
+            from swiftcp.trainers import export
 
-        export.run(resolved)
-        return
-    assert command in ("sft", "pt")
-    with stoppable_at_once(first_rank=topology.rank == 0):
-        from swiftcp.trainers import sft
+            export.run(resolved)
+        else:
+            assert command in ("sft", "pt")
+            from swiftcp.trainers import sft
 
-        sft.train(resolved, command)
+            sft.train(resolved, command)
 
 
 def _run_parity(resolved: ResolvedConfig[Any], topology: Topology) -> int:
@@ -137,7 +135,8 @@ def _run_parity(resolved: ResolvedConfig[Any], topology: Topology) -> int:
     print(resolved.describe(), flush=True)
     from swiftcp.trainers import parity
 
-    return parity.run(resolved)
+    with stoppable_at_once(first_rank=True, goes_on=False):
+        return parity.run(resolved)
 
 
 def run(command: Command, arguments: Sequence[str], *, values: Mapping[str, object] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import lcm
 from typing import Literal
 
 from pydantic import NonNegativeInt, PositiveInt
@@ -65,13 +66,17 @@ class BenchConfig(
 
 def _sequences(case: Case) -> Iterator[Finding]:
     config = case.config
-    multiple = config.num_sequences * case.two_cp
-    if config.num_tokens % multiple:
-        yield (
-            "num_tokens",
-            f"num_tokens {config.num_tokens} is no multiple of num_sequences {config.num_sequences} x 2*CP = {multiple}: "
-            f"set {round_up(config.num_tokens, multiple)}",
-        )
+    shares = config.context_parallel_size * config.tensor_model_parallel_size if config.sequence_parallel else 1
+    multiple = lcm(config.num_sequences * case.two_cp, shares)
+    for reason, divisor in {
+        f"num_sequences {config.num_sequences} x 2*CP": config.num_sequences * case.two_cp,
+        "CP x TP, as sequence_parallel needs,": shares,
+    }.items():
+        if config.num_tokens % divisor:
+            yield (
+                "num_tokens",
+                f"num_tokens {config.num_tokens} is no multiple of {reason} = {divisor}: set {round_up(config.num_tokens, multiple)}",
+            )
     num_images = -(-config.num_images // config.num_sequences)
     least = config.num_sequences * (num_images * (config.image_tokens + MARKERS + 1) + 1)
     if config.num_tokens < least:

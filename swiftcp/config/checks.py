@@ -38,6 +38,9 @@ from swiftcp.config.tuner_checks import TUNER_RULES, TUNER_WARNINGS
 from swiftcp.config.wording import counted
 from swiftcp.errors import ConfigError, raise_config_errors
 
+_LONG_PACK = 32768
+"""Tokens of a pack that nobody asked for by a number, from which on it is told."""
+
 
 def _weights(case: Case) -> Iterator[Finding]:
     config, folder = case.config, Path(case.config.model)
@@ -314,6 +317,17 @@ def _warn_lengths(case: Case) -> Iterator[Finding]:
         yield "max_length", f"max_length {case.config.max_length} is above the model's {case.facts.max_position_embeddings} positions"
 
 
+def _warn_long_packs(case: Case) -> Iterator[Finding]:
+    """A model is made for lengths that few rows have, and few devices can hold; on a GPU every pack is as long."""
+    length = case.config.packing_length
+    if case.config.packing and length and length > _LONG_PACK and not case.given("max_length") and not case.given("packing_length"):
+        yield (
+            "packing_length",
+            f"every pack has {length} tokens, the most that the model was made for: set max_length to what the longest row needs, "
+            "or packing_length to what fits the device",
+        )
+
+
 def _warn_without_effect(case: Case) -> Iterator[Finding]:
     config = case.config
     if case.given("cp_comm_type") and (config.attention_backend == "torch" or _transformer_engine_problem(case)):
@@ -348,7 +362,15 @@ def _warn_evaluation(case: Case) -> Iterator[Finding]:
                 yield key, f"{key} has no effect without val_dataset or split_dataset_ratio"
 
 
-WARNINGS: tuple[Rule, ...] = (*LAYOUT_WARNINGS, *TUNER_WARNINGS, _warn_lengths, _warn_without_effect, _warn_trackers, _warn_evaluation)
+WARNINGS: tuple[Rule, ...] = (
+    *LAYOUT_WARNINGS,
+    *TUNER_WARNINGS,
+    _warn_lengths,
+    _warn_long_packs,
+    _warn_without_effect,
+    _warn_trackers,
+    _warn_evaluation,
+)
 
 
 def _derived(case: Case) -> Iterator[str]:

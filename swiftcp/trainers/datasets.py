@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from swiftcp.config.concerns import TrainConfig
 from swiftcp.data.dataset import EncodedDataset, RowScan, load_dataset, scan_rows
 from swiftcp.data.encode import Mode, RowEncoder
 from swiftcp.data.loader import BatchLayout
@@ -123,14 +124,15 @@ def _broadcast(message: Any) -> Any:
 
 
 def batch_layout(config: RunConfig, mesh: Mesh) -> BatchLayout:
-    """On a GPU packs are padded to their full length, so that shapes never vary; on a CPU that would cost time alone."""
+    """In training on a GPU packs are padded to their full length, so that shapes never vary; on a CPU, or over a few rows whose pack
+    may be as long as the model allows, that would cost time and memory alone."""
     return BatchLayout(
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         micro_batch_size=config.micro_batch_size,
         packing_length=config.packing_length if config.packing else None,
         pack_align=config.pack_align,
-        full_packs=config.packing and mesh.device.type == "cuda",
+        full_packs=isinstance(config, TrainConfig) and config.packing and mesh.device.type == "cuda",
         batch_multiple=mesh.pp_size if mesh.num_chunks > 1 else 1,
         length_multiple=mesh.cp_size * mesh.tp_size if mesh.sequence_parallel else 1,
     )

@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from swiftcp.config.concerns import ParallelConfig
-from swiftcp.errors import TrainingError
+from swiftcp.errors import ConfigError, TrainingError
 from swiftcp.launch import launch_local
+from swiftcp.rank import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from swiftcp.config import ParityConfig, ResolvedConfig
@@ -43,6 +44,10 @@ class Tolerances:
 
 FLOAT32 = Tolerances(logprob=1e-5, loss=1e-6, grad_norm=1e-5, gradient=1e-5)
 """Rounding alone, in another order of summation."""
+
+
+_TOLD = (ConfigError.exit_code, 130, *(128 + signum for signum in STOP_SIGNALS))
+"""Exit codes of a stage that was stopped, or has said what is wrong with the recipe or its data."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ def _in_new_processes(task: dict[str, Any], num_ranks: int) -> int:
 
 
 def run(resolved: ResolvedConfig[ParityConfig], *, start: Callable[[dict[str, Any], int], int] = _in_new_processes) -> int:
-    """Run the three stages, print the table. Returns 0, or 1 where a tolerance is broken.
+    """Run the three stages, print the table. Returns 0, 1 where a tolerance is broken, or what a stopped stage ended with.
 
     Args:
         start: runs a task of `parity_worker` on a number of ranks and returns an exit code.
@@ -151,8 +156,8 @@ def run(resolved: ResolvedConfig[ParityConfig], *, start: Callable[[dict[str, An
             started = time.monotonic()
             output = Path(folder) / f"{stage}.json"
             code = start({"stage": stage, "config": config.model_dump() | changes, "output": str(output)}, num_ranks)
-            if code == 2:
-                return code  # the worker has said what is wrong with the recipe or its data
+            if code in _TOLD:
+                return code
             if code:
                 raise TrainingError(f"parity: the stage {stage!r} ended with exit code {code}: its output says why")
             results[stage] = json.loads(output.read_text())

@@ -88,7 +88,7 @@ def start_ranks(config: RunConfig | BenchConfig | ExportConfig) -> Mesh:
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
-        hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes,
+        hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes if config.cp_comm_type == "a2a+p2p" else None,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,
     )
@@ -103,7 +103,8 @@ def load_source(folder: Path) -> Source:
     """Read the configuration and the processor of a checkpoint folder. No code of the folder runs.
 
     Raises:
-        ConfigError: the folder's configuration or processor cannot be read, or its family is not supported.
+        ConfigError: the folder's configuration or processor cannot be read, its family is not supported, or its tokenizer has tokens
+            that the model lacks.
     """
     from transformers import AutoConfig, AutoProcessor
 
@@ -117,7 +118,18 @@ def load_source(folder: Path) -> Source:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"model {folder} cannot be read: {error}") from error
+    _check_vocabulary(folder, processor.tokenizer, family.vocab_size(hf_config))
     return Source(folder, family, hf_config, processor, family.tower_geometry(hf_config))
+
+
+def _check_vocabulary(folder: Path, tokenizer: Any, vocab_size: int) -> None:
+    """Tensor-parallel ranks would take what none of them holds for a token of zeros, and one rank would fail at the first such row."""
+    token, largest = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if largest >= vocab_size:
+        raise ConfigError(
+            f"model {folder}: its tokenizer has token {token!r} with id {largest}, but config.json says vocab_size {vocab_size}: use the "
+            "tokenizer and the weights of one and the same model"
+        )
 
 
 def recompute_tower(chunks: Sequence[MultimodalGPTModel]) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +77,33 @@ def test_row_13_with_a_tied_head_a_run_goes_on_under_another_layout(
     checkpoint = tmp_path / "checkpoints" / f"step-{SAVED_STEP:06d}"
     losses = ranks.run(go_on_from_each, tiny_tied, {saved: checkpoint}, second, num_ranks=second_ranks)[0][saved]
     assert losses == pytest.approx(expected, rel=RELATIVE)
+
+
+@pytest.fixture(scope="module")
+def odd_vocabulary(eight_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder without weights whose vocabulary, and head of its own, divide by nothing."""
+    folder = tmp_path_factory.mktemp("odd") / "tiny"
+    shutil.copytree(eight_layers, folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    described = json.loads((folder / "config.json").read_text())
+    described["text_config"]["vocab_size"] += 1
+    described["tie_word_embeddings"] = described["text_config"]["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(described))
+    return folder
+
+
+def test_chunks_and_a_padded_vocabulary_go_on_under_another_layout(ranks: RankPool, odd_vocabulary: Path, tmp_path: Path) -> None:
+    """Layers leave the chunks of two stages for one, and the rows that fill up the vocabulary come and go, their moments too."""
+    random = {"init_from_config": True}
+    chunks = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    layouts = {
+        "chunks": Recipe(values=random, layout=chunks),
+        "TP2": Recipe(values=random, layout={"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    }
+    for saved, resumed in itertools.permutations(layouts):
+        expected = ranks.run(save_and_go_on, odd_vocabulary, tmp_path / saved, layouts[saved], num_ranks=2)[0]
+        checkpoint = tmp_path / saved / "checkpoints" / f"step-{SAVED_STEP:06d}"
+        losses = ranks.run(go_on_from_each, odd_vocabulary, {saved: checkpoint}, layouts[resumed], num_ranks=2)[0][saved]
+        assert losses == pytest.approx(expected, rel=RELATIVE), f"saved under {saved}"
 
 
 @pytest.mark.slow

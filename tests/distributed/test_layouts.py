@@ -86,6 +86,16 @@ def test_stages_with_frozen_parts(frozen: tuple[str, ...], ranks: RankPool, eigh
         assert weight_difference(result, expected) <= WEIGHT_BOUND
 
 
+@pytest.mark.parametrize("name", ["TP2", "TP2+SP"])
+def test_tensor_parallel_ranks_with_a_frozen_language_model(name: str, ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    """Embedding, decoder and head hold parts of matrices that are not trained, and hand whole gradients to the tower."""
+    frozen = {"freeze_llm": True}
+    [expected] = measure_layout(ranks, tiny_qwen3_vl, Layout(1, frozen))
+    for result in measure_layout(ranks, tiny_qwen3_vl, Layout(2, LAYOUTS[name].keys | frozen)):
+        assert over_bounds(differences(result.packed, expected.packed)) == {}
+        assert weight_difference(result, expected) <= WEIGHT_BOUND
+
+
 def check_gradients(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert {name: value for name, value in gradient_excess(got, expected, RELATIVE).items() if not value <= 1} == {}
 

@@ -60,11 +60,12 @@ def test_defaults_follow_the_device() -> None:
         (("--attention_backend", "te"), "attention_backend te"),
         (("--shape", "qwen3_vl_1b"), "qwen3_vl_8b"),
         (("-pp", "2", "--virtual_pipeline_model_parallel_size", "2"), "num_packs 1 is no multiple .* set 2"),
+        (("-tp", "4", "--sequence_parallel", "true", "--num_tokens", "1002"), "1002 is no multiple of CP x TP.* = 4: set 1004"),
     ],
 )
 def test_what_cannot_be_measured_is_told(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        validated(*arguments, world_size=2 if {"--context_parallel_size", "-pp"} & set(arguments) else 1)
+        validated(*arguments, world_size=4 if {"--context_parallel_size", "-pp", "-tp"} & set(arguments) else 1)
 
 
 def test_a_shape_may_be_a_path(tmp_path) -> None:

@@ -257,6 +257,14 @@ def test_options_without_effect_warn(tmp_path, more, part):
     assert f"warning: {resolved.warnings[0]}" in resolved.describe()
 
 
+def test_packs_as_long_as_the_model_allows_are_told_unless_a_length_is_given(tmp_path):
+    write_model(tmp_path / "model", max_position_embeddings=262144)
+    write_rows(tmp_path / "rows.jsonl")
+    assert "every pack has 262144 tokens" in valid(tmp_path).warnings[0]
+    for given in (("--max_length", "262144"), ("--packing_length", "65536"), ("--packing", "false")):
+        assert not valid(tmp_path, *given).warnings
+
+
 def test_a_split_beside_validation_data_warns(tmp_path):
     resolved = valid(tmp_path, "--split_dataset_ratio", "0.1", "--val_dataset", str(tmp_path / "rows.jsonl"))
     assert "split_dataset_ratio 0.1 has no effect beside val_dataset" in resolved.warnings[0]

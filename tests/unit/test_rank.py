@@ -21,12 +21,19 @@ def test_a_rank_on_a_cpu_sees_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_stop_before_the_training_steps_ends_at_once_and_says_so(signum: int) -> None:
-    code = """
+@pytest.mark.parametrize(
+    ("goes_on", "signum", "exit_code", "told"),
+    [
+        (True, signal.SIGTERM, 75, "asked to stop outside of the training steps: nothing new to save; start the run again to go on"),
+        (True, signal.SIGUSR1, 75, "asked to stop outside of the training steps: nothing new to save; start the run again to go on"),
+        (False, signal.SIGTERM, 143, "stopped by SIGTERM"),
+    ],
+)
+def test_a_stop_outside_of_the_training_steps_ends_at_once_and_says_so(goes_on: bool, signum: int, exit_code: int, told: str) -> None:
+    code = f"""
 import time
 from swiftcp.rank import stoppable_at_once
-with stoppable_at_once(first_rank=True):
+with stoppable_at_once(first_rank=True, goes_on={goes_on}):
     print("ready", flush=True)
     time.sleep(600)
 """
@@ -36,8 +43,8 @@ with stoppable_at_once(first_rank=True):
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
     process.send_signal(signum)
     _, errors = process.communicate(timeout=20)
-    assert process.returncode == 75
-    assert errors.startswith("swiftcp: asked to stop outside of the training steps: nothing new to save") and errors.count("\n") == 1
+    assert process.returncode == exit_code
+    assert errors == f"swiftcp: {told}\n"
 
 
 def test_what_handles_the_signal_goes_first() -> None:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from swiftcp.config import ParityConfig, resolve
+from swiftcp.errors import TrainingError
 from swiftcp.trainers.gradient_sketch import sketch
-from swiftcp.trainers.parity import FLOAT32, Check, compare
+from swiftcp.trainers.parity import FLOAT32, Check, compare, run
 
 
 def stage(**changes: Any) -> dict[str, Any]:
@@ -62,6 +64,18 @@ def test_a_wrong_gradient_is_found_and_named(name: str, factor: float) -> None:
 def test_a_wrong_loss_or_norm_is_found(key: str, factor: float) -> None:
     [found] = failed(stage(**{key: stage()[key] * factor}))
     assert found.what.startswith({"loss": "loss", "grad_norm": "gradient norm"}[key])
+
+
+@pytest.mark.parametrize("code", [2, 130, 143])
+def test_a_stage_that_was_stopped_ends_all(code: int) -> None:
+    resolved = resolve(ParityConfig, ["--model", "m", "--dataset", "d"], environment={})
+    assert run(resolved, start=lambda task, num_ranks: code) == code
+
+
+def test_a_stage_that_failed_is_named() -> None:
+    resolved = resolve(ParityConfig, ["--model", "m", "--dataset", "d"], environment={})
+    with pytest.raises(TrainingError, match="stage 'transformers' ended with exit code 137"):
+        run(resolved, start=lambda task, num_ranks: 137)
 
 
 def test_another_number_of_labels_is_all_that_is_told() -> None:
