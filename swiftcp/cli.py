@@ -94,7 +94,7 @@ _add_config_command("bench", "Training speed of a real shape with random weights
 
 @app.command()
 def tiny(
-    family: Annotated[str, typer.Argument(help="Model family: qwen3_vl, qwen3_vl_moe or qwen3_omni_moe.")],
+    family: Annotated[str, typer.Argument(help="Model family: qwen3_vl, qwen3_vl_moe, qwen3_omni_moe, qwen3_5 or qwen3_5_moe.")],
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write.")],
     seed: Annotated[int, typer.Option(help="Seed of the random weights.")] = 0,
 ) -> None:

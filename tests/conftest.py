@@ -73,3 +73,23 @@ def tiny_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints") / "tiny_omni"
     write_tiny("qwen3_omni_moe", folder, seed=0)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3.5 checkpoint folder."""
+    from swiftcp.models.tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny_qwen3_5"
+    write_tiny("qwen3_5", folder, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen3_5_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Qwen3.5-MoE checkpoint folder."""
+    from swiftcp.models.tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoints") / "tiny_qwen3_5_moe"
+    write_tiny("qwen3_5_moe", folder, seed=0)
+    return folder

@@ -26,6 +26,7 @@ MIXES: dict[str, list[Any]] = {
     "one_token": [1],
     "seven_tokens": [7],
     "eight_tokens": [8],
+    "300_tokens": [300],
     "big_image": [2, ("image", 1, 16, 12), 5],
     "audio": [5, ("audio", 170), 12],
     "short_audio": [3, ("audio", 70), 9],

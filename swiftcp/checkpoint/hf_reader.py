@@ -178,10 +178,11 @@ def load_hf_folder(model: nn.Module | Sequence[nn.Module], folder: Path, table: 
         WeightsError: tensors are missing, unexpected or of another shape, or copies that should be tied differ; all are listed.
     """
     targets = model_tensors(model)
-    rules = table.pair(list(targets))
-    own = {name: needed for target, rule in rules.items() for name, needed in _whole_sources(rule, targets[target].shape, place)}
-    needed = {name: of_name for of_rank in gather_all(own) for name, of_name in of_rank.items()}
     with HFFolder(folder) as source:
+        table = table.suited(source.tensors)
+        rules = table.pair(list(targets))
+        own = {name: needed for target, rule in rules.items() for name, needed in _whole_sources(rule, targets[target].shape, place)}
+        needed = {name: of_name for of_rank in gather_all(own) for name, of_name in of_rank.items()}
         names = stored_names(source, set(needed), table)
         _check(source, names, needed, table)
         logger.info("reading %d tensors from %s", len(source.tensors), folder)

@@ -173,6 +173,7 @@ def _pieces(target: str, rule: Rule, shape: tuple[int, ...], holders: Mapping[in
 def entries_of(held: Sequence[Held], source: HFFolder | None, table: NameTable, dtype: torch.dtype | None) -> list[Entry]:
     """What to write, by name. Types are those of the source; without one, `dtype` or the parameter's."""
     parameters = {target: found for _, targets in held for target, found in targets.items()}
+    table = table.suited(source.tensors) if source else table
     rules = table.pair(list(parameters))
     holders: dict[str, dict[int, int]] = {target: {} for target in parameters}
     for rank, (place, targets) in enumerate(held):
@@ -194,7 +195,7 @@ def entries_of(held: Sequence[Held], source: HFFolder | None, table: NameTable, 
     if source is None:
         return [entries[name] for name in sorted(entries)]
     for stored, tensor in source.tensors.items():
-        if table.is_carried(stored):
+        if table.is_carried(stored) and stored not in entries:
             entries[stored] = Entry(stored, tensor.shape, (), tensor.dtype, tensor.dtype, stored)
     different = sorted(set(names) ^ set(entries))
     if different:

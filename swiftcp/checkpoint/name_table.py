@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
@@ -39,6 +39,10 @@ class Rule(ABC):
     @abstractmethod
     def separate(self, tensor: Tensor) -> tuple[Tensor, ...]:
         """The sources out of the whole parameter; the inverse of `join`."""
+
+    def by_source(self, tensor: Tensor) -> dict[str, Tensor]:
+        """The same by name, where no source holds more than one parameter."""
+        return dict(zip(self.sources, self.separate(tensor), strict=True))
 
     def part_shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
         """Shapes of what a parameter of `shape` is separated into."""
@@ -136,6 +140,68 @@ class QueryKeyValue(Rule):
         groups = tensor.unflatten(0, (self.num_groups, -1))  # [G, (Q+2)*D, H]
         sizes = [groups.size(1) - 2 * self.head_dim, self.head_dim, self.head_dim]
         return tuple(part.flatten(0, 1) for part in groups.split(sizes, dim=1))
+
+
+@dataclass(frozen=True)
+class GatedQueryKeyValue(QueryKeyValue):
+    """The same with a gate for each query head, which the checkpoint has behind its query: [q, gate, q, gate, ...] is [G*Q*2*D, H].
+
+    In the model group by group: [q ... q, gate ... gate, k, v] is [(2*Q+2)*D, H].
+    """
+
+    def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        queries = tensors[0].unflatten(0, (self.num_groups, -1, 2, self.head_dim)).transpose(1, 2).flatten(0, 3)
+        return super().join([queries, *tensors[1:]], shape)
+
+    def separate(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        queries, *others = super().separate(tensor)
+        return queries.unflatten(0, (self.num_groups, 2, -1, self.head_dim)).transpose(1, 2).flatten(0, 3), *others
+
+
+@dataclass(frozen=True)
+class Sections(Rule):
+    """Parts one behind the other along the first dim. A tensor-parallel rank holds a share of each.
+
+    A source that holds several of them, in the same order, is named once for each.
+    """
+
+    sizes: tuple[int, ...] = field(kw_only=True)
+    """Of each part, along the first dim."""
+
+    def join(self, tensors: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+        return torch.cat(list(tensors))
+
+    def separate(self, tensor: Tensor) -> tuple[Tensor, ...]:
+        return tensor.split(self.sizes)
+
+    def by_source(self, tensor: Tensor) -> dict[str, Tensor]:
+        parts: dict[str, list[Tensor]] = {}
+        for name, part in zip(self.sources, self.separate(tensor), strict=True):
+            parts.setdefault(name, []).append(part)
+        return {name: torch.cat(of_name) for name, of_name in parts.items()}
+
+    def local(self, shape: Sequence[int], rank: int, size: int) -> Self:
+        return replace(self, sizes=tuple(length // size for length in self.sizes))
+
+    def shard(self, tensor: Tensor, rank: int, size: int) -> Tensor:
+        return torch.cat([part.chunk(size)[rank] for part in self.separate(tensor)])
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        local = self.local((), 0, len(shards))
+        return torch.cat([part for parts in zip(*map(local.separate, shards), strict=True) for part in parts])
+
+    def source_shapes(self, shape: Sequence[int]) -> list[tuple[int, ...]]:
+        totals = {name: sum(size for source, size in zip(self.sources, self.sizes, strict=True) if source == name) for name in self.sources}
+        return [(totals[name], *shape[1:]) for name in self.sources]
+
+    def source_slices(self, shape: Sequence[int], rank: int, size: int) -> list[tuple[slice, ...]]:
+        begins: dict[str, int] = dict.fromkeys(self.sources, 0)
+        slices = []
+        for name, whole in zip(self.sources, self.sizes, strict=True):
+            start, length = begins[name] + rank * (whole // size), whole // size
+            slices.append((slice(start, start + length),))
+            begins[name] += whole
+        return slices
 
 
 def _shard_of_halves(tensor: Tensor, rank: int, size: int) -> Tensor:
@@ -274,6 +340,17 @@ class NameTable:
     """What precedes names in the full model and not in its base model. `transformers` reads either, with or without it."""
     carried: tuple[str, ...] = ()
     """What sources begin with that are no part of the model: they are not read, and exported as they were."""
+    alternatives: tuple[Rule, ...] = ()
+    """For folders that store parameters in another way: rules that stand in place of those for the same targets."""
+
+    def suited(self, stored: Collection[str]) -> NameTable:
+        """The table for a folder of these tensors: with the alternatives where it has them."""
+        firsts = {rule.numbered("layer", layer).sources[0] for rule in self.alternatives for layer in range(self.num_layers)}
+        if not firsts.intersection(stored):
+            return self
+        replaced = {target for rule in self.alternatives for target in rule.targets}
+        kept = (rule for rule in self.rules if isinstance(rule, Prefix) or not replaced.intersection(rule.targets))
+        return replace(self, rules=(*kept, *self.alternatives), alternatives=())
 
     def pair(self, targets: Sequence[str]) -> dict[str, Rule]:
         """The rule of each of the model's parameters, with the names spelled out.

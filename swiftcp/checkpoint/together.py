@@ -46,10 +46,10 @@ def whole_tensors(tensors: Mapping[str, Tensor], table: NameTable, mesh: Mesh) -
     fused: dict[str, Tensor] = {}
     for target, rule in rules.items():
         tensor = _unsharded(tensors[target].detach().contiguous(), rule, mesh.expert_tp_group if rule.is_expert else mesh.tp_group)
-        parts = zip(rule.sources, rule.separate(tensor), strict=True)
         if not rule.is_expert:
-            yield from parts
+            yield from rule.by_source(tensor).items()
             continue
+        parts = zip(rule.sources, rule.separate(tensor), strict=True)
         shapes, slices = rule.source_shapes(tensor.shape), rule.source_slices(tensor.shape, 0, 1)
         for (name, part), shape, index in zip(parts, shapes, slices, strict=True):
             if not index:

@@ -10,7 +10,7 @@ from pathlib import Path
 from swiftcp.config.paths import missing
 from swiftcp.errors import ConfigError
 
-SUPPORTED_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker")
+SUPPORTED_MODEL_TYPES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe", "qwen3_omni_moe_thinker", "qwen3_5", "qwen3_5_moe")
 _PIXELS_PER_TOKEN = 32 * 32
 """Qwen3-VL: patches of 16 x 16 pixels, 2 x 2 of them merged."""
 
@@ -35,7 +35,7 @@ class ModelFacts:
     num_key_value_heads: int
     num_hidden_layers: int
     intermediate_size: int
-    """Width of the feed-forward part of a layer."""
+    """Width of the feed-forward part of a layer; of its shared expert in Qwen3.5-MoE."""
     num_deepstack_levels: int
     """First layers of the decoder behind which visual features are added."""
     max_position_embeddings: int
@@ -45,6 +45,8 @@ class ModelFacts:
     """Of a layer that has any; 0 where all layers are dense."""
     moe_intermediate_size: int = 0
     """Width of an expert."""
+    linear_num_key_heads: int = 0
+    """Key heads of a gated delta net; 0 in a model that has none."""
 
 
 def _read_json(folder: Path) -> dict:
@@ -93,12 +95,13 @@ def _facts(config: dict, file: Path) -> ModelFacts:
             num_attention_heads=num_attention_heads,
             num_key_value_heads=int(text.get("num_key_value_heads") or num_attention_heads),
             num_hidden_layers=int(text["num_hidden_layers"]),
-            intermediate_size=int(text["intermediate_size"]),
-            num_deepstack_levels=len(vision["deepstack_visual_indexes"]),
+            intermediate_size=int(text["shared_expert_intermediate_size" if model_type == "qwen3_5_moe" else "intermediate_size"]),
+            num_deepstack_levels=0 if model_type.startswith("qwen3_5") else len(vision["deepstack_visual_indexes"]),
             max_position_embeddings=int(text["max_position_embeddings"]),
             pixels_per_token=(int(vision["patch_size"]) * int(vision["spatial_merge_size"])) ** 2,
             num_experts=int(text.get("num_experts", text.get("num_local_experts", 0))),
             moe_intermediate_size=int(text.get("moe_intermediate_size", 0)),
+            linear_num_key_heads=int(text.get("linear_num_key_heads", 0)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{file} lacks a size or has a wrong one ({error}): download the model again") from None

@@ -90,6 +90,21 @@ def _heads(case: Case) -> Iterator[Finding]:
             )
 
 
+def _delta_net(case: Case) -> Iterator[Finding]:
+    """A rank of both groups computes some heads of a gated delta net over whole sequences."""
+    config, facts = case.config, case.facts
+    if facts is None or not (num_heads := facts.linear_num_key_heads):
+        return
+    tp, cp = config.tensor_model_parallel_size, config.context_parallel_size
+    if num_heads % (tp * cp):
+        key = "context_parallel_size" if cp > 1 else "tensor_model_parallel_size"
+        yield (
+            key,
+            f"linear_num_key_heads {num_heads} of the model is no multiple of tensor_model_parallel_size {tp} x context_parallel_size {cp}, "
+            f"which share its gated delta nets: set sizes whose product is a divisor of {num_heads}",
+        )
+
+
 def _hierarchical_problem(case: Case) -> str | None:
     config = case.config
     sizes, cp = config.hierarchical_context_parallel_sizes, config.context_parallel_size
@@ -199,6 +214,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     _experts,
     _hierarchical,
     _heads,
+    _delta_net,
     _pipeline,
     _micro_batches_of_chunks,
     _packs_of_sequence_parallel,

@@ -12,6 +12,8 @@ _MODULES = {
     "qwen3_vl_moe": "swiftcp.models.qwen3_vl_moe",
     "qwen3_omni_moe": "swiftcp.models.qwen3_omni_moe",
     "qwen3_omni_moe_thinker": "swiftcp.models.qwen3_omni_moe",
+    "qwen3_5": "swiftcp.models.qwen3_5",
+    "qwen3_5_moe": "swiftcp.models.qwen3_5_moe",
 }
 
 

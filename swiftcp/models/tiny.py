@@ -145,19 +145,32 @@ def _randomize(model: PreTrainedModel, seed: int) -> None:
     """Overwrite every parameter: weights keep the scale of what flows through them, gains and biases are off their rest values."""
     import torch
 
+    zero_centered = model.config.model_type.startswith("qwen3_5")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(tuple(parameter.shape), dtype=np.float32)
-            mean, std = _distribution(name, tuple(parameter.shape))
-            parameter.copy_(torch.from_numpy(mean + std * noise))
+            parameter.copy_(torch.from_numpy(_random(name, tuple(parameter.shape), seed, zero_centered)))
 
 
-def _distribution(name: str, shape: tuple[int, ...]) -> tuple[np.float32, np.float32]:
-    """Mean and standard deviation of a parameter's entries."""
+def _random(name: str, shape: tuple[int, ...], seed: int, zero_centered: bool) -> np.ndarray:
+    noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(shape, dtype=np.float32)
+    mean, std = _distribution(name, shape, zero_centered)
+    return mean + std * noise
+
+
+def _distribution(name: str, shape: tuple[int, ...], zero_centered: bool) -> tuple[np.float32, np.float32]:
+    """Mean and standard deviation of a parameter's entries.
+
+    `zero_centered`: gains of the decoder stand for 1 more than they are, but for those behind a delta net.
+    """
+    if name.endswith("A_log"):
+        return np.float32(-2.0), np.float32(0.5)  # so slow a decay that a row would see the one before it
     if len(shape) == 1:
-        return np.float32(name.endswith("weight")), np.float32(0.1)
+        rests_at_zero = zero_centered and "visual." not in name and not name.endswith("linear_attn.norm.weight")
+        return np.float32(name.endswith("weight") and not rests_at_zero), np.float32(0.1)
     fan_in = math.prod(shape[2:] if ".experts." in name else shape[1:])
-    return np.float32(0.0), np.float32(1.0 / math.sqrt(fan_in))
+    # A delta net's norm makes rounding large where what it norms is small.
+    share = 0.5 if name.endswith("linear_attn.out_proj.weight") or (zero_centered and name == "lm_head.weight") else 1.0
+    return np.float32(0.0), np.float32(share / math.sqrt(fan_in))
 
 
 def _media_token_ids(tokenizer: TokenizersBackend) -> dict[str, Any]:
@@ -251,6 +264,49 @@ def _build_qwen3_vl_moe(tokenizer: TokenizersBackend, tie_word_embeddings: bool,
     return model, _qwen3_vl_processor(tokenizer)
 
 
+def _qwen3_5_text_config(tokenizer: TokenizersBackend, tie_word_embeddings: bool, num_layers: int) -> dict[str, Any]:
+    """Delta nets and attention by turns; a quarter of each head is rotated; more value heads than key heads, of another size."""
+    text = _text_config(tokenizer, tie_word_embeddings, num_layers)
+    rope = dict(rope_type="default", rope_theta=10_000_000, partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True)
+    sizes = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=32, full_attention_interval=2)
+    linear = dict(linear_num_key_heads=4, linear_num_value_heads=8, linear_key_head_dim=16, linear_value_head_dim=8)
+    return text | sizes | linear | dict(rope_parameters=rope, rms_norm_eps=1e-2)  # as large as it must be for results to be compared
+
+
+def _build_qwen3_5(tokenizer: TokenizersBackend, tie_word_embeddings: bool, num_layers: int) -> tuple[PreTrainedModel, ProcessorMixin]:
+    import torch
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    config = Qwen3_5Config(
+        text_config=_qwen3_5_text_config(tokenizer, tie_word_embeddings, num_layers),
+        vision_config={key: value for key, value in _VISION.items() if key != "deepstack_visual_indexes"},
+        tie_word_embeddings=tie_word_embeddings,
+        **_media_token_ids(tokenizer),
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen3_5ForConditionalGeneration(config)
+    return model, _qwen3_vl_processor(tokenizer)
+
+
+def _build_qwen3_5_moe(tokenizer: TokenizersBackend, tie_word_embeddings: bool, num_layers: int) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """4 experts a layer, 2 of them for each token, beside the shared one."""
+    import torch
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, shared_expert_intermediate_size=32)
+    text = _qwen3_5_text_config(tokenizer, tie_word_embeddings, num_layers) | experts
+    del text["intermediate_size"]
+    config = Qwen3_5MoeConfig(
+        text_config=text,
+        vision_config={key: value for key, value in _VISION.items() if key != "deepstack_visual_indexes"},
+        tie_word_embeddings=tie_word_embeddings,
+        **_media_token_ids(tokenizer),
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen3_5MoeForConditionalGeneration(config)
+    return model, _qwen3_vl_processor(tokenizer)
+
+
 def _build_qwen3_omni_moe(
     tokenizer: TokenizersBackend, tie_word_embeddings: bool, num_layers: int
 ) -> tuple[PreTrainedModel, ProcessorMixin]:
@@ -261,5 +317,7 @@ _BUILDERS: dict[str, Callable[[TokenizersBackend, bool, int], tuple[PreTrainedMo
     "qwen3_vl": _build_qwen3_vl,
     "qwen3_omni_moe": _build_qwen3_omni_moe,
     "qwen3_vl_moe": _build_qwen3_vl_moe,
+    "qwen3_5": _build_qwen3_5,
+    "qwen3_5_moe": _build_qwen3_5_moe,
 }
 _OWN_TOKENS = {"qwen3_omni_moe": AUDIO_TOKENS}

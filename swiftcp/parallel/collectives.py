@@ -59,3 +59,24 @@ def scatter_shares(whole: Tensor, shares: Sequence[int], group: dist.ProcessGrou
         shares: how many entries each rank gets, one rank after the other; the same on all ranks.
     """
     return _ScatterShares.apply(whole, tuple(shares), group)
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all, which is its own backward."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = parts.contiguous()
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _Exchange.apply(grads[0], ctx.group), None
+
+
+def exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[ranks, ...], a part for each rank -> [ranks, ...], a part from each rank."""
+    return _Exchange.apply(parts, group)

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from swiftcp.errors import ConfigError
 from swiftcp.parallel.attention import TorchCoreAttention
 from swiftcp.parallel.engine import transformer_engine_problem
+from swiftcp.parallel.gated_delta_net import DeltaSubmodules, GatedDeltaNet, is_linear
 from swiftcp.parallel.moe import has_experts, moe_spec
 
 logger = logging.getLogger(__name__)
@@ -50,9 +51,19 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, values: Tensor) -> Tensor:
+        return self.weight * self._normed(values).to(values.dtype)
+
+    def _normed(self, values: Tensor) -> Tensor:
+        """Float32."""
         values_fp32 = values.float()
-        scale = torch.rsqrt(values_fp32.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * (values_fp32 * scale).to(values.dtype)
+        return values_fp32 * torch.rsqrt(values_fp32.square().mean(-1, keepdim=True) + self.eps)
+
+
+class ZeroCenteredRMSNorm(RMSNorm):
+    """The norm of Qwen3.5: multiplied by 1 + weight in float32, and rounded behind it."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return (self._normed(values) * (1.0 + self.weight.float())).to(values.dtype)
 
 
 def _rotate_half(values: Tensor) -> Tensor:
@@ -65,10 +76,12 @@ def apply_rotary(heads_SBHD: Tensor, phases_SB1D: Tensor) -> Tensor:
 
     Args:
         heads_SBHD: queries or keys.
-        phases_SB1D: radians, float32.
+        phases_SB1D: radians, float32; where there are fewer than values of a head, the last values stay as they are.
     """
     cos, sin = phases_SB1D.cos().to(heads_SBHD.dtype), phases_SB1D.sin().to(heads_SBHD.dtype)
-    return heads_SBHD * cos + _rotate_half(heads_SBHD) * sin
+    rotated, rest = heads_SBHD.tensor_split([phases_SB1D.size(-1)], dim=-1)
+    rotated = rotated * cos + _rotate_half(rotated) * sin
+    return torch.cat((rotated, rest), dim=-1) if rest.size(-1) else rotated
 
 
 def apply_rotary_fused(heads_SBHD: Tensor, phases_SB1D: Tensor) -> Tensor:
@@ -137,8 +150,12 @@ class DeepstackLayer(TransformerLayer):
 class TorchSpecProvider(LocalSpecProvider):
     """megatron-core's own linear layers with our norm and core attention: runs on a CPU and on CUDA, without Transformer Engine."""
 
+    def __init__(self, norm: type[RMSNorm]) -> None:
+        super().__init__()
+        self.norm = norm
+
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False) -> Any:
-        return RMSNorm
+        return self.norm
 
     def core_attention(self) -> type:
         return TorchCoreAttention
@@ -160,9 +177,9 @@ def select_backend(attention_backend: str) -> Backend:
     return backend
 
 
-def _provider(backend: Backend, fuse_norms: bool) -> BackendSpecProvider:
+def _provider(config: TransformerConfig, backend: Backend, fuse_norms: bool) -> BackendSpecProvider:
     if backend == "torch":
-        return TorchSpecProvider()
+        return TorchSpecProvider(ZeroCenteredRMSNorm if config.layernorm_zero_centered_gamma else RMSNorm)
     from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     class Unfused(TESpecProvider):
@@ -174,30 +191,44 @@ def _provider(backend: Backend, fuse_norms: bool) -> BackendSpecProvider:
     return TESpecProvider() if fuse_norms else Unfused()
 
 
-def _layer_spec(config: TransformerConfig, provider: BackendSpecProvider, *, sparse: bool) -> ModuleSpec:
+def _attention_spec(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
     fused = provider.fuse_layernorm_and_linear()
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
-    attention = SelfAttentionSubmodules(
-        linear_qkv=provider.column_parallel_layer_norm_linear() if fused else provider.column_parallel_linear(),
-        core_attention=provider.core_attention(),
-        linear_proj=provider.row_parallel_linear(),
-        q_layernorm=qk_norm,
-        k_layernorm=qk_norm,
+    return ModuleSpec(
+        module=RotarySelfAttention if isinstance(provider, TorchSpecProvider) else FusedRotarySelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=provider.column_parallel_layer_norm_linear() if fused else provider.column_parallel_linear(),
+            core_attention=provider.core_attention(),
+            linear_proj=provider.row_parallel_linear(),
+            q_layernorm=qk_norm,
+            k_layernorm=qk_norm,
+        ),
     )
-    norm = IdentityOp if fused else provider.layer_norm(rms_norm=True)
-    # One checkpoint for both backends: the fused layers keep the norms inside the linear layers. A router has none inside.
-    names = {} if fused else {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+
+
+def _delta_spec(provider: BackendSpecProvider) -> ModuleSpec:
+    return ModuleSpec(
+        module=GatedDeltaNet,
+        submodules=DeltaSubmodules(in_proj=provider.column_parallel_linear(), out_proj=provider.row_parallel_linear()),
+    )
+
+
+def _layer_spec(config: TransformerConfig, provider: BackendSpecProvider, *, sparse: bool, linear: bool) -> ModuleSpec:
+    fused = provider.fuse_layernorm_and_linear()
+    own_norm = provider.layer_norm(rms_norm=True)
+    norm = IdentityOp if fused else own_norm
+    # One checkpoint for both backends: the fused layers keep the norms inside the linear layers. Routers and delta nets have none inside.
+    names = {}
+    if not fused and not linear:
+        names["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
     if not fused and not sparse:
         names["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     submodules = TransformerLayerSubmodules(
-        input_layernorm=norm,
-        self_attention=ModuleSpec(
-            module=RotarySelfAttention if isinstance(provider, TorchSpecProvider) else FusedRotarySelfAttention,
-            params={"attn_mask_type": AttnMaskType.causal},
-            submodules=attention,
-        ),
+        input_layernorm=own_norm if linear else norm,
+        self_attention=_delta_spec(provider) if linear else _attention_spec(config, provider),
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=provider.layer_norm(rms_norm=True) if sparse else norm,
+        pre_mlp_layernorm=own_norm if sparse else norm,
         mlp=moe_spec(config, provider) if sparse else get_mlp_module_spec_for_backend(backend=provider),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=names,
@@ -213,9 +244,8 @@ def decoder_spec(
     Args:
         fuse_norms: let Transformer Engine compute a norm within the linear layer behind it. Adapters need the norm's output.
     """
-    provider = _provider(backend, fuse_norms)
-    dense, sparse = (_layer_spec(config, provider, sparse=sparse) for sparse in (False, True))
+    provider = _provider(config, backend, fuse_norms)
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
-    specs = [sparse if has_experts(config, layer) else dense for layer in layers]
+    specs = [_layer_spec(config, provider, sparse=has_experts(config, layer), linear=is_linear(config, layer)) for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=provider.layer_norm(rms_norm=True))

@@ -18,9 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.models.backends import BackendSpecProvider
+from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, topk_routing_with_score_function
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -105,4 +107,10 @@ def moe_spec(config: TransformerConfig, provider: BackendSpecProvider) -> Any:
     """An MoE layer for `TransformerLayerSubmodules(mlp=...)`: experts in one grouped product, or one after the other where the backend
     has none."""
     experts = provider.grouped_mlp_modules(config.moe_grouped_gemm)
-    return partial(MoELayer, submodules=MoESubmodules(experts=experts, router=Router))
+    shared = None
+    if config.moe_shared_expert_intermediate_size is not None:
+        layers = MLPSubmodules(
+            linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear(), activation_func=None
+        )
+        shared = partial(SharedExpertMLP, gate=config.moe_shared_expert_gate, submodules=layers)
+    return partial(MoELayer, submodules=MoESubmodules(experts=experts, router=Router, shared_experts=shared))

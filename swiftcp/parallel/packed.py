@@ -47,6 +47,8 @@ class PackedStream(PackedSeqParams):
         )
         self.host_ends = host_ends
         self._groups: dict[int, list[SequenceGroup]] = {}
+        self._inverse_of_groups: dict[int, Tensor] = {}
+        self._orders: dict[int, tuple[Tensor, Tensor]] = {}
 
     @cached_property
     def num_tokens(self) -> int:
@@ -58,13 +60,26 @@ class PackedStream(PackedSeqParams):
             self._groups[cp_size] = self._group(cp_size)
         return self._groups[cp_size]
 
+    def inverse_of_groups(self, cp_size: int) -> Tensor:
+        """[T] int64: where each token of the concatenation of all ranks' streams lies behind the groups' `gathered_slots`."""
+        if cp_size not in self._inverse_of_groups:
+            self._inverse_of_groups[cp_size] = torch.cat([group.gathered_slots for group in self.groups(cp_size)]).argsort()
+        return self._inverse_of_groups[cp_size]
+
+    def orders(self, cp_size: int) -> tuple[Tensor, Tensor]:
+        """[T] int64 both: where each token of the full stream lies in the concatenation of all ranks' streams, and the inverse."""
+        if cp_size not in self._orders:
+            order = stream_order(self.cu_seqlens_q, self.num_tokens, cp_size=cp_size, device=self.cu_seqlens_q.device)
+            self._orders[cp_size] = order, order.argsort()
+        return self._orders[cp_size]
+
     def _group(self, cp_size: int) -> list[SequenceGroup]:
         starts_by_length: dict[int, list[int]] = defaultdict(list)
         for start, end in itertools.pairwise(self.host_ends):
             if end > start:
                 starts_by_length[end - start].append(start)
         device = self.cu_seqlens_q.device
-        order = stream_order(self.cu_seqlens_q, self.num_tokens, cp_size=cp_size, device=device)
+        order, _ = self.orders(cp_size)
         groups = []
         for length, starts in starts_by_length.items():
             starts_n1 = torch.tensor(starts, device=device)[:, None]

@@ -156,8 +156,8 @@ def run_transformers(folder: Path, rows: Sequence[Row]) -> Result:
 
 
 def as_stored(named: dict[str, Tensor], hf_config: Any) -> dict[str, Tensor]:
-    """Names and tensors of a model of `transformers` as its checkpoint has them: experts of Qwen3-Omni are stored one by one."""
-    if not hf_config.model_type.startswith("qwen3_omni_moe"):
+    """Names and tensors of a model of `transformers` as its checkpoint has them: experts of some families are stored one by one."""
+    if not hf_config.model_type.startswith(("qwen3_omni_moe", "qwen3_5_moe")):
         return named
     root = "thinker." if hasattr(hf_config, "thinker_config") else ""
     stored: dict[str, Tensor] = {}

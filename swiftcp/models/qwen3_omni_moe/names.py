@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from swiftcp.checkpoint.name_table import ExpertDirect, ExpertGateUp, NameTable, Prefix, Rule
+from swiftcp.checkpoint.name_table import NameTable, Prefix, Rule
 from swiftcp.models.family import multimodal_config
 from swiftcp.models.qwen3_vl.names import EMBEDDING, HEAD, decoder_rules
-from swiftcp.models.qwen3_vl_moe.names import ROUTER
+from swiftcp.models.qwen3_vl_moe.names import ROUTER, single_expert_rules
 
 CARRIED = ("talker.", "code2wav.")
 
@@ -31,33 +31,10 @@ def qwen3_omni_name_table(hf_config: Any) -> NameTable:
     thinker = multimodal_config(hf_config)
     text = thinker.text_config
     root = "" if thinker is hf_config else "thinker."
-    experts: tuple[Rule, ...] = (
-        ExpertGateUp(
-            (
-                root + "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
-                root + "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
-            ),
-            (
-                "language_model.decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.weight",
-                "language_model.decoder.layers.{layer}.mlp.experts.linear_fc1.weight{expert}",
-            ),
-            parallel_dim=0,
-            num_experts=text.num_experts,
-        ),
-        ExpertDirect(
-            (root + "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",),
-            (
-                "language_model.decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc2.weight",
-                "language_model.decoder.layers.{layer}.mlp.experts.linear_fc2.weight{expert}",
-            ),
-            parallel_dim=1,
-            num_experts=text.num_experts,
-        ),
-    )
     return NameTable(
         rules=(
             *(_renamed(rule, root) for rule in (*decoder_rules(text), ROUTER)),
-            *experts,
+            *single_expert_rules(root + "model.layers.", text.num_experts),
             Prefix(root + "visual.", "visual."),
             Prefix(root + "audio_tower.", "audio."),
         ),

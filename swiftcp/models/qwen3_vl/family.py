@@ -25,7 +25,7 @@ def expect(key: str, value: Any, built: Any) -> None:
     """
     if value != built:
         raise ConfigError(
-            f"config.json: text_config.{key} is {value!r}, but Qwen3-VL is built for {built!r} alone: use a checkpoint that has it"
+            f"config.json: text_config.{key} is {value!r}, but the family is built for {built!r} alone: use a checkpoint that has it"
         )
 
 
@@ -47,14 +47,18 @@ class Qwen3VL:
             "num_attention_heads": text.num_attention_heads,
             "num_query_groups": text.num_key_value_heads,
             "kv_channels": text.head_dim,
-            "ffn_hidden_size": text.intermediate_size,
             "layernorm_epsilon": text.rms_norm_eps,
             "normalization": "RMSNorm",
             "qk_layernorm": True,
             "gated_linear_unit": True,
             "activation_func": F.silu,
             "add_bias_linear": False,
+            **self.feed_forward_config(text),
         }
+
+    def feed_forward_config(self, text: Any) -> dict[str, Any]:
+        """Of these fields, those that describe what follows a layer's attention."""
+        return {"ffn_hidden_size": text.intermediate_size}
 
     def vocab_size(self, hf_config: Any) -> int:
         return hf_config.text_config.vocab_size

@@ -66,13 +66,18 @@ class VisionTower:
             block.attn.use_transformer_engine()
 
     @property
+    def _levels(self) -> list[int]:
+        """Blocks behind which features for the decoder's first layers are taken; Qwen3.5 has none."""
+        return getattr(self.config, "deepstack_visual_indexes", [])
+
+    @property
     def feature_shape(self) -> tuple[int, int]:
         """(1 + levels, H)."""
-        return 1 + len(self.config.deepstack_visual_indexes), self.config.out_hidden_size
+        return 1 + len(self._levels), self.config.out_hidden_size
 
     def parts(self) -> Iterator[nn.Module]:
         """Modules that together have all parameters, in the order of their use."""
-        levels = self.config.deepstack_visual_indexes
+        levels = self._levels
         yield from (self.patch_embed, self.pos_embed)
         for number, block in enumerate(self.blocks):
             yield block
@@ -90,7 +95,7 @@ class VisionTower:
         """[features, 1 + levels, H]: the main features, then the deepstack levels."""
         phases = self._phases(prepared["position_ids"])
         output = cast(Any, self)(patches_PD, grid_thw=grid_thw, return_dict=True, phases=phases, **prepared)
-        return torch.stack([output.pooler_output, *output.deepstack_features], dim=1)
+        return torch.stack([output.pooler_output, *(output.deepstack_features if self._levels else ())], dim=1)
 
 
 class Qwen3VLTower(VisionTower, Qwen3VLVisionModel):
