@@ -127,11 +127,13 @@ def _sharded_state(
     model_chunks: Sequence[nn.Module], optimizer: MegatronOptimizer | None, dp_cp_group: dist.ProcessGroup, is_loading: bool
 ) -> dict[str, Any]:
     """The run's tensors as parts of whole ones, by names that no layout changes."""
-    metadata = {
+    metadata: dict[str, Any] = {
         "dp_cp_group": dp_cp_group,
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
     }
+    if unwrap(model_chunks[0]).config.linear_attention_freq is not None:  # type: ignore[union-attr]
+        metadata["non_homogeneous_layers"] = True  # delta nets and attention have other parameters
     names = _chunk_names(model_chunks)
     state: dict[str, Any] = {
         name: unwrap(chunk).sharded_state_dict(metadata=metadata)  # type: ignore[operator]

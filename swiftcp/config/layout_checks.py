@@ -100,8 +100,8 @@ def _delta_net(case: Case) -> Iterator[Finding]:
         key = "context_parallel_size" if cp > 1 else "tensor_model_parallel_size"
         yield (
             key,
-            f"linear_num_key_heads {num_heads} of the model is no multiple of tensor_model_parallel_size {tp} x context_parallel_size {cp}, "
-            f"which share its gated delta nets: set sizes whose product is a divisor of {num_heads}",
+            f"linear_num_key_heads {num_heads} of the model is no multiple of tensor_model_parallel_size {tp} x context_parallel_size {cp}:"
+            f" set sizes whose product is a divisor of {num_heads}, for their ranks share the heads of gated delta nets",
         )
 
 

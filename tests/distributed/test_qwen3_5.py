@@ -38,9 +38,15 @@ ROWS = (Row("one_token"), Row("image_and_video"), Row("seven_tokens"), Row("300_
 """Their delta nets and convolutions would see the rows before them if anything leaked."""
 
 
-@pytest.mark.parametrize("cp_size", [1, 2, 4])
-@pytest.mark.parametrize("packing", [True, False], ids=["packed", "padded"])
-@pytest.mark.parametrize("family", ["tiny_qwen3_5", "tiny_qwen3_5_moe"])
+@pytest.mark.parametrize(
+    ("family", "packing", "cp_size"),
+    [
+        *(("tiny_qwen3_5", True, cp_size) for cp_size in (1, 2, 4)),
+        *(("tiny_qwen3_5", False, cp_size) for cp_size in (1, 4)),
+        *(("tiny_qwen3_5_moe", True, cp_size) for cp_size in (1, 4)),
+        ("tiny_qwen3_5_moe", False, 2),
+    ],
+)
 def test_a_batch_equals_transformers(ranks: RankPool, family: str, packing: bool, cp_size: int, request: pytest.FixtureRequest) -> None:
     folder: Path = request.getfixturevalue(family)
     expected = ranks.run(run_transformers, folder, ROWS, num_ranks=1)[0]
