@@ -196,7 +196,7 @@ class Sections(Rule):
 
     def source_slices(self, shape: Sequence[int], rank: int, size: int) -> list[tuple[slice, ...]]:
         begins: dict[str, int] = dict.fromkeys(self.sources, 0)
-        slices = []
+        slices: list[tuple[slice, ...]] = []
         for name, whole in zip(self.sources, self.sizes, strict=True):
             start, length = begins[name] + rank * (whole // size), whole // size
             slices.append((slice(start, start + length),))

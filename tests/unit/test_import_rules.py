@@ -35,7 +35,7 @@ def test_configuration_and_models_know_the_same_families() -> None:
     from swiftcp.config.facts import SUPPORTED_MODEL_TYPES
     from swiftcp.models.registry import family_of
 
-    assert [family_of(model_type).model_type for model_type in SUPPORTED_MODEL_TYPES] == list(SUPPORTED_MODEL_TYPES)
+    assert all(model_type.startswith(family_of(model_type).model_type) for model_type in SUPPORTED_MODEL_TYPES)
     with pytest.raises(ConfigError) as caught:
         family_of("llama")
     assert str(caught.value).endswith(f"use a checkpoint of one of {', '.join(sorted(SUPPORTED_MODEL_TYPES))}")
