@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 
 from swiftcp.checkpoint.hf_reader import unwrap
+from swiftcp.checkpoint.optimizer_parts import in_as_many_parts
 from swiftcp.checkpoint.safe_pickle import check_pickles
 from swiftcp.checkpoint.together import is_first_rank, rank_and_size, together
 from swiftcp.errors import CheckpointError
@@ -107,6 +108,9 @@ def read_shards(
             raise CheckpointError(f"{checkpoint} does not hold {what}: {error}") from error
         for name, chunk in zip(_chunk_names(model_chunks), model_chunks, strict=True):
             _fill(unwrap(chunk), loaded[name], checkpoint)
+        if optimizer is not None:
+            saved = dist_checkpointing.load_common_state_dict(str(checkpoint))["optimizer"]
+            loaded["optimizer"] = in_as_many_parts(loaded["optimizer"], saved, optimizer)
     return loaded
 
 

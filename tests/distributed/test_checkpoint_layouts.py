@@ -106,6 +106,26 @@ def test_chunks_and_a_padded_vocabulary_go_on_under_another_layout(ranks: RankPo
         assert losses == pytest.approx(expected, rel=RELATIVE), f"saved under {saved}"
 
 
+EXPERTS = {
+    "EP2+CP2": Recipe(cp_size=2, layout={"expert_model_parallel_size": 2}),
+    "TP2+SP, experts cut": Recipe(
+        layout={"tensor_model_parallel_size": 2, "sequence_parallel": True, "expert_tensor_parallel_size": 2},
+    ),
+}
+
+
+def test_row_13_experts_go_on_wherever_they_lie(ranks: RankPool, tiny_qwen3_vl_moe: Path, tmp_path: Path) -> None:
+    """Spread over context-parallel ranks, or each cut; then all on one rank, or spread over data-parallel ranks."""
+    expected: dict[str, list[float]] = {}
+    checkpoints: dict[str, Path] = {}
+    for number, (name, recipe) in enumerate(EXPERTS.items()):
+        expected[name] = ranks.run(save_and_go_on, tiny_qwen3_vl_moe, tmp_path / str(number), recipe, num_ranks=2)[0]
+        checkpoints[name] = tmp_path / str(number) / "checkpoints" / f"step-{SAVED_STEP:06d}"
+    for recipe, num_ranks in ((Recipe(), 1), (Recipe(layout={"expert_model_parallel_size": 2}), 2)):
+        for saved, losses in ranks.run(go_on_from_each, tiny_qwen3_vl_moe, checkpoints, recipe, num_ranks=num_ranks)[0].items():
+            assert losses == pytest.approx(expected[saved], rel=RELATIVE), saved
+
+
 @pytest.mark.slow
 def test_row_13_every_layout_goes_on_from_every_other(ranks: RankPool, tiny_qwen3_vl: Path, tmp_path: Path) -> None:
     expected: dict[str, list[float]] = {}
