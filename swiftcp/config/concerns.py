@@ -24,6 +24,7 @@ LossScale = Literal[
     "last_round+ignore_empty_think",
     "all+ignore_empty_think",
 ]
+TruncationStrategy = Literal["raise", "delete", "left", "right"]
 StateType = Literal["fp32", "bf16", "fp16", "fp8"]
 """Number format of the optimizer's state."""
 
@@ -63,8 +64,9 @@ class DataConfig(Concern):
     """Files or folders of rows, or names on the Hub; `path#N` takes the first N rows of one."""
     max_length: PositiveInt | None = None
     """Longest row, in tokens, media included. Default: what the model was made for (max_position_embeddings), or less to fit a pack."""
-    truncation_strategy: Literal["raise", "delete"] = "raise"
-    """A row longer than `max_length`: `raise` treats it as a bad row (see `strict`), `delete` drops and counts it."""
+    truncation_strategy: TruncationStrategy = "raise"
+    """A row longer than `max_length`: `raise` treats it as a bad row (see `strict`), `delete` drops and counts it, `left` and `right` cut
+    its beginning or its end off, or drop and count it where that would cut media."""
     strict: bool = True
     """A bad row is an error before the model is built. False: it is dropped, counted and listed in bad_rows.jsonl."""
     loss_scale: LossScale = "default"

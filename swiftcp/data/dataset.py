@@ -45,7 +45,7 @@ class RowScan:
     """Labelled tokens of each."""
     bad_rows: tuple[BadRow, ...]
     deleted_rows: tuple[BadRow, ...]
-    """Good rows above `max_length`, where `truncation_strategy` deletes them."""
+    """Good rows above `max_length`, where `truncation_strategy` deletes them, or would have to cut media."""
     longest: int
     """Tokens of the longest row, deleted ones too."""
     digest: str
@@ -89,7 +89,7 @@ def scan_rows(
             labels.append(num_labels)
             digest.update(row_digest)
         else:
-            (deleted if found.kind == "length" and encoder.truncation_strategy == "delete" else bad).append(found)
+            (deleted if found.kind == "length" and encoder.truncation_strategy != "raise" else bad).append(found)
         if progress is not None:
             progress(index + 1, len(rows))
     if cache is not None:
@@ -249,6 +249,14 @@ def load_dataset(
     if scan is None:
         scan = scan_rows(rows, encoder, check_media=check_media, num_workers=num_workers)
     _judge(scan, strict=strict, max_length=encoder.max_length)
+    if encoder.truncation_strategy in ("left", "right") and (num_cut := sum(length == encoder.max_length for length in scan.lengths)):
+        logger.warning(
+            "%d of %d rows have max_length %s: what they had beyond it is cut off (truncation_strategy %s)",
+            num_cut,
+            len(scan.lengths),
+            encoder.max_length,
+            encoder.truncation_strategy,
+        )
     return EncodedDataset(rows, encoder, scan, strict=strict)
 
 

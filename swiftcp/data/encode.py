@@ -21,7 +21,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from swiftcp.config.concerns import LossScale
+from swiftcp.config.concerns import LossScale, TruncationStrategy
 from swiftcp.data.batch import IGNORED_LABEL, AudioItems, Sample, VisualItems
 from swiftcp.data.chat import ChatTemplate, Rendered
 from swiftcp.data.grounding import object_writer
@@ -33,7 +33,6 @@ from swiftcp.data.visuals import MediaLimits, MediaPlan, Visuals, limit_processo
 from swiftcp.errors import ConfigError, DataError
 
 Mode = Literal["sft", "pt"]
-TruncationStrategy = Literal["raise", "delete"]
 PositionIds = Callable[[Tensor, Tensor | None, Tensor | None, Tensor | None], Tensor]
 """(input_ids_L, image_grid_thw, video_grid_thw, seconds_per_grid_W) -> [3, L], by the model family's rule."""
 
@@ -133,6 +132,7 @@ class RowEncoder:
             str(tokenizer.special_tokens_map),
             *(part.to_json_string() for part in parts if part is not None),
             repr((self.mode, self._loss_scale, self.access)),
+            repr((self.truncation_strategy, self.max_length) if self.truncation_strategy in ("left", "right") else ()),
         ]
         return hashlib.sha256("\0".join(texts).encode(errors="surrogatepass")).digest()
 
@@ -177,8 +177,19 @@ class RowEncoder:
         tokens = self._tokenize(text)
         input_ids_L = torch.tensor(tokens["input_ids"], dtype=torch.int64)
         labels_L, weights_L = _label(input_ids_L, np.array(tokens["offset_mapping"]).reshape(-1, 2), weights_C)
-        labels_L[torch.isin(input_ids_L, self._media_token_ids())] = IGNORED_LABEL
-        return input_ids_L, labels_L, torch.where(labels_L == IGNORED_LABEL, 0.0, weights_L)
+        is_media_L = torch.isin(input_ids_L, self._media_token_ids())
+        labels_L[is_media_L] = IGNORED_LABEL
+        kept = self._kept(is_media_L)
+        return input_ids_L[kept], labels_L[kept], torch.where(labels_L == IGNORED_LABEL, 0.0, weights_L)[kept]
+
+    def _kept(self, is_media_L: Tensor) -> slice:
+        """The tokens of a row that truncation leaves: all of them where it would cut media, and the row is too long then."""
+        if self.max_length is None or len(is_media_L) <= self.max_length or self.truncation_strategy not in ("left", "right"):
+            return slice(None)
+        left = self.truncation_strategy == "left"
+        kept, cut = slice(-self.max_length, None) if left else slice(self.max_length), is_media_L.clone()
+        cut[kept] = False
+        return slice(None) if cut.any() else kept
 
     def _plan(self, row: Row, lengths: Sequence[int]) -> MediaPlan:
         """Grids, frames and lengths of all media, given the samples of each sound."""

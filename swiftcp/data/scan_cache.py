@@ -46,7 +46,7 @@ def media_key(part: MediaPart, row: Row, access: MediaAccess) -> bytes | None:
     sources = part.source if isinstance(part.source, tuple) else (part.source,)
     states = []
     for source in sources:
-        if isinstance(source, str) and source[:4].lower() == "http":
+        if isinstance(source, str) and source.lower().startswith(("http:", "https:")):
             return None
         try:
             where = resolve(source, row.file.parent, access)

@@ -11,13 +11,14 @@ import torch
 from PIL import Image
 
 from swiftcp.data.batch import collate_pack
+from swiftcp.data.dataset import load_dataset
 from swiftcp.data.encode import RowEncoder
 from swiftcp.data.rows import parse_row
 from swiftcp.models.qwen3_vl.positions import qwen3_vl_position_ids
 from swiftcp.trainers.logs import Clock
 from swiftcp.trainers.step import Totals
 
-from .data_fixtures import chat, encoder, processor
+from .data_fixtures import chat, encoder, processor, write_jsonl
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,6 +47,25 @@ def test_case_10_a_video_counts_one_block_of_tokens_for_each_frame_pair() -> Non
     where = (ids == video).nonzero().flatten().view(3, 4)
     assert [found[:, places].tolist() for places in where] == blocks
     assert found[:, [0, 1, 2, 7, 22]].tolist() == [[0, 1, 2, 5, 16]] * 3
+
+
+@pytest.mark.parametrize("strategy", ["left", "right"])
+def test_case_18_truncation_cuts_text_and_never_media(strategy: Any, tmp_path: Path) -> None:
+    Image.new("RGB", (96, 64), "red").save(tmp_path / "a.png")
+    rows = {"text": chat("one two " * 30, "three"), "image": chat("<image>" + "one two " * 30, "three", images=["a.png"])}
+    made = encoder(truncation_strategy=strategy, max_length=40)
+    for name, raw in rows.items():
+        sample, whole = encoded(tmp_path, raw, made), encoded(tmp_path, raw)
+        assert made.measure(parse_row(raw, tmp_path / "d.jsonl", 1)) == (len(sample), int((sample.weights_L[1:] > 0).sum()))
+        if (name, strategy) == ("image", "left"):
+            assert len(sample) == len(whole) > 40, "too long still: the row goes"
+            continue
+        kept = slice(-40, None) if strategy == "left" else slice(40)
+        assert torch.equal(sample.input_ids_L, whole.input_ids_L[kept]) and torch.equal(sample.labels_L, whole.labels_L[kept])
+        assert sample.position_ids_3L.shape == (3, 40) and sample.position_ids_3L[:, 0].tolist() == [0, 0, 0]
+    path = write_jsonl(tmp_path / "rows.jsonl", [*rows.values(), chat("short")])
+    dataset = load_dataset([path], made)
+    assert max(dataset.lengths) == 40 and [row.line for row in dataset.dropped] == ([2] if strategy == "left" else [])
 
 
 def test_case_19_positions_of_a_pack_restart_in_each_sample(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def test_keys_not_built_are_refused_clearly(option):
         ("--gradient_checkpointing=true", "recompute_granularity"),
         ("--max_pixels=100", "image_max_token_num"),
         ("--attention_backend=flash", "set te"),
-        ("--truncation_strategy=left", "set delete"),
+        ("--truncation_strategy=split", "set delete"),
     ],
 )
 def test_another_meaning_is_refused_with_the_right_name(option, right):
