@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swiftcp.checkpoint.together import is_first_rank
+from swiftcp.parallel.mesh import layout_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ def save_random_states(checkpoint: Path) -> Path:
         tensors["cuda"] = torch.cuda.get_rng_state()
     tensors |= {_TRACKED + name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
     numpy_rest = [kind, int(position), int(has_gauss), float(gauss)]
-    rest = {"python": [version, python_gauss], "numpy": numpy_rest, "num_ranks": dist.get_world_size()}
+    rest = {"python": [version, python_gauss], "numpy": numpy_rest, "layout": layout_sizes()}
     file = _file(checkpoint)
     file.parent.mkdir(exist_ok=True)
     save_file(tensors, file, metadata={"rest": json.dumps(rest)})
@@ -46,12 +47,15 @@ def save_random_states(checkpoint: Path) -> Path:
 
 
 def load_random_states(checkpoint: Path) -> None:
-    """Set this rank's states. Under another number of ranks they have no owner: the seeds of this start stay, with a warning."""
+    """Set this rank's states. Under another layout they have no owner, and the seeds of this start stay, with a warning.
+
+    Tensor-parallel ranks draw alike where they have the same values, and data-parallel ranks never do: neither may take the other's.
+    """
     file = _file(checkpoint)
-    tensors, rest = _read(file) if file.exists() else ({}, {"num_ranks": 0})
-    if rest["num_ranks"] != dist.get_world_size():
+    tensors, rest = _read(file) if file.exists() else ({}, {})
+    if rest.get("layout") != list(layout_sizes()):
         if is_first_rank():
-            logger.warning("the random states of %s are those of another number of ranks: they are seeded afresh", checkpoint)
+            logger.warning("the random states of %s are those of another layout: they are seeded afresh", checkpoint)
         return
     version, python_gauss = rest["python"]
     random.setstate((version, tuple(tensors["python"].tolist()), python_gauss))

@@ -49,7 +49,10 @@ class Site:
 
 
 def find_sites(chunks: Sequence[MultimodalGPTModel], table: NameTable) -> list[Site]:
-    """The linear layers of the towers, and the matrices of the decoder but for embedding, head and routers."""
+    """The linear layers of the towers, and the matrices of the decoder but for embedding, head, routers and experts.
+
+    Experts are shared by other ranks than the rest, and are no linear layers in the checkpoint's own model.
+    """
     found: dict[str, nn.Module] = {}
     for chunk in chunks:
         for name, module in chunk.named_modules():
@@ -61,7 +64,7 @@ def find_sites(chunks: Sequence[MultimodalGPTModel], table: NameTable) -> list[S
 
 
 def _is_cut_matrix(rule: Rule) -> bool:
-    return rule.parallel_dim is not None and not isinstance(rule, VocabularyRows)
+    return rule.parallel_dim is not None and not rule.is_expert and not isinstance(rule, VocabularyRows)
 
 
 def _names(pattern: str) -> Callable[[str], bool]:
@@ -153,6 +156,8 @@ def apply_plan(plan: LoraPlan, chunks: Sequence[MultimodalGPTModel], table: Name
                 "name all of them or none"
             )
         parameter.requires_grad_(bool(trained))
+    for chunk in chunks:
+        chunk.saves_frozen = False
     for site in find_sites(chunks, table):
         parts = [layer.rpartition(".")[2] for layer in site.rule.layers() if layer in plan.layers]
         if parts:

@@ -102,6 +102,8 @@ class MultimodalGPTModel(MegatronModule):
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.share_embeddings_and_output_weights = tied_head
         self.first_expert = first_expert
+        self.saves_frozen = True
+        """Whether a resumable checkpoint holds what is not trained; not beside adapters, be they in this chunk or in another."""
         self.model_type = self.language_model.model_type
         if self.visual is not None:
             num_levels = cast(Tower, self.visual).feature_shape[0] - 1
@@ -110,12 +112,11 @@ class MultimodalGPTModel(MegatronModule):
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None) -> dict[str, Any]:
         """What a resumable checkpoint holds: all parameters, or beside adapters what is trained alone."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        adapters = {name: module for name, module in self.named_modules() if isinstance(module, Adapter)}
-        if not adapters:
+        if self.saves_frozen:
             return state
         frozen = {f"{prefix}{name}" for name, parameter in self.named_parameters() if not parameter.requires_grad}
         trained = {name: value for name, value in state.items() if name not in frozen}
-        for name, adapter in adapters.items():
+        for name, adapter in ((name, module) for name, module in self.named_modules() if isinstance(module, Adapter)):
             trained |= adapter.sharded(f"{prefix}{name}.", self.global_name(f"{name}."), self.tp_group, (metadata or {})["dp_cp_group"])
         return trained
 

@@ -92,6 +92,14 @@ def context_parallel_rank() -> int:
     return parallel_state.get_context_parallel_rank() if parallel_state.is_initialized() else 0
 
 
+def layout_sizes() -> tuple[int, int, int, int]:
+    """(ranks, tp, cp, pp) of this process's mesh; what is a rank's own means the same where they are equal."""
+    if not parallel_state.is_initialized():
+        return dist.get_world_size(), 1, 1, 1
+    tp, pp = parallel_state.get_tensor_model_parallel_world_size(), parallel_state.get_pipeline_model_parallel_world_size()
+    return dist.get_world_size(), tp, context_parallel_size(), pp
+
+
 def schedule_groups() -> ProcessGroupCollection:
     """The groups that megatron-core's schedules and the reduction of gradients use."""
     return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp", "pp", "dp", "dp_cp", "tp_dp_cp", "embd", "pos_embd"])

@@ -147,6 +147,17 @@ def bytes_in_bfloat16(folder: Path, keys: dict[str, Any]) -> dict[str, int]:
         }
 
 
+def saved_parameters(folder: Path, keys: dict[str, Any]) -> set[str]:
+    """On each rank: what of its chunks' parameters a resumable checkpoint holds."""
+    from swiftcp.parallel.cpu_shim import cpu_mode
+
+    with cpu_mode():
+        training = Training(train_config(folder, **LORA, **keys))
+        metadata = {"dp_cp_group": training.mesh.dp_cp_group}
+        names = {name for chunk in training.chunks for name, _ in chunk.named_parameters()}
+        return names & {name for chunk in training.chunks for name in chunk.sharded_state_dict(metadata=metadata)}
+
+
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 

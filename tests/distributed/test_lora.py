@@ -27,6 +27,7 @@ from tests.distributed.lora_harness import (
     measure_peft,
     read_tensors,
     rewrite,
+    saved_parameters,
     transformers_logprobs,
     whole_factors_after_steps,
     write_random_adapter,
@@ -85,6 +86,12 @@ def test_recomputation_leaves_gradients_as_they_are(
         check_gradients(gradients, expected)
 
 
+def test_experts_and_routers_get_no_adapter(ranks: RankPool, tiny_qwen3_vl_moe: Path, tmp_path: Path) -> None:
+    ranks.run(write_random_adapter, tiny_qwen3_vl_moe, tmp_path / "adapter", LLM_ALONE, num_ranks=1)
+    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in read_tensors(tmp_path / "adapter")}
+    assert modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
 def test_dropout_is_that_of_the_tokens(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
     """The same on ranks that have the same inputs, another one wherever they are not."""
     same = {"TP2": {"ColumnParallelAdapter"}, "TP2+SP": set(), "DP2": set(), "PP2": set()}
@@ -120,6 +127,12 @@ def test_a_frozen_base_is_kept_once(ranks: RankPool, tiny_qwen3_vl: Path) -> Non
     assert frozen > 10 * trained
     assert (found["weights"], found["masters"], found["moments"]) == (2 * (trained + frozen), 4 * trained, 8 * trained)
     assert 4 * trained <= found["gradients"] < 4.2 * trained
+
+
+def test_a_stage_without_adapters_saves_nothing(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
+    """Or a layout in which it has a part of those that others have would find nothing of the rest."""
+    first, last = ranks.run(saved_parameters, tiny_qwen3_vl, {"freeze_llm": True, "pipeline_model_parallel_size": 2}, num_ranks=2)
+    assert last == set() and first and all(".adapter." in name for name in first)
 
 
 def test_a_run_saves_what_is_trained_alone_resumes_and_exports(ranks: RankPool, tiny_qwen3_vl: Path, tmp_path: Path) -> None:
