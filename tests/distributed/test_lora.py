@@ -88,8 +88,9 @@ def test_recomputation_leaves_gradients_as_they_are(
 
 def test_experts_and_routers_get_no_adapter(ranks: RankPool, tiny_qwen3_vl_moe: Path, tmp_path: Path) -> None:
     ranks.run(write_random_adapter, tiny_qwen3_vl_moe, tmp_path / "adapter", LLM_ALONE, num_ranks=1)
-    modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in read_tensors(tmp_path / "adapter")}
-    assert modules == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    names = {name.partition(".lora_")[0].partition(".layers.")[2] for name in read_tensors(tmp_path / "adapter")}
+    attention = {f"{layer}.self_attn.{matrix}_proj" for layer in range(4) for matrix in "qkvo"}
+    assert names == attention | {f"1.mlp.{matrix}_proj" for matrix in ("gate", "up", "down")}  # layer 1 has no experts
 
 
 def test_dropout_is_that_of_the_tokens(ranks: RankPool, tiny_qwen3_vl: Path) -> None:
