@@ -55,6 +55,13 @@ def test_a_run_goes_on_under_another_layout(ranks, tiny_qwen3_vl, tmp_path, save
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+def test_random_states_of_another_layout_are_not_taken_over(ranks, tiny_qwen3_vl, tmp_path):
+    """Tensor-parallel ranks draw alike where they have the same values; the data-parallel ones that saved did not."""
+    ranks.run(run, tiny_qwen3_vl, tmp_path, 2, Recipe(), num_ranks=2)
+    got = ranks.run(run, tiny_qwen3_vl, tmp_path, 3, Recipe(layout={"tensor_model_parallel_size": 2}), num_ranks=2)
+    assert got[0][0].draws[2] == got[1][0].draws[2]
+
+
 def test_without_the_optimizer_weights_and_schedule_go_on_and_moments_begin_anew(ranks, tiny_qwen3_vl, tmp_path):
     """Float32 masters of bfloat16 weights are made from the weights."""
     recipe = Recipe(with_optimizer=False, values={"torch_dtype": "bfloat16"})
