@@ -340,6 +340,8 @@ class NameTable:
     """What precedes names in the full model and not in its base model. `transformers` reads either, with or without it."""
     carried: tuple[str, ...] = ()
     """What sources begin with that are no part of the model: they are not read, and exported as they were."""
+    zero_centered: tuple[str, ...] = ()
+    """What sources end with that are gains of which 1 more is meant than they hold."""
     alternatives: tuple[Rule, ...] = ()
     """For folders that store parameters in another way: rules that stand in place of those for the same targets."""
 

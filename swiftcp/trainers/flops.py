@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftcp.data.batch import AudioItems, Batch, VisualItems
 from swiftcp.models.towers import Geometry, TowerGeometry
+from swiftcp.parallel.gated_delta_net import is_linear
 from swiftcp.parallel.moe import has_experts
 
 PEAK_TFLOPS = {
@@ -32,18 +33,33 @@ def peak_tflops(device_name: str) -> float | None:
     return PEAK_TFLOPS[max(matches, key=len)] if matches else None
 
 
-def _decoder_weights(config: TransformerConfig) -> int:
-    """Entries of the decoder layers' matrices that each token meets: of experts, those that it is sent to."""
+def _attention_weights(config: TransformerConfig) -> int:
+    """Entries of an attention layer's matrices, those of a gate included."""
     heads = config.num_attention_heads * config.kv_channels
     groups = config.num_query_groups * config.kv_channels
-    attention = config.hidden_size * (2 * heads + 2 * groups)
+    return config.hidden_size * ((3 if config.attention_output_gate else 2) * heads + 2 * groups)
+
+
+def _delta_weights(config: TransformerConfig) -> int:
+    """What a token is multiplied with in a gated delta net: projections, filters, and the state, which is read twice and written once."""
+    num_values = config.linear_num_value_heads or 0
+    keys = (config.linear_num_key_heads or 0) * (config.linear_key_head_dim or 0)
+    values = num_values * (config.linear_value_head_dim or 0)
+    projections = config.hidden_size * (2 * keys + 3 * values + 2 * num_values)
+    return projections + (config.linear_conv_kernel_dim or 0) * (2 * keys + values) + 3 * values * (config.linear_key_head_dim or 0)
+
+
+def _decoder_weights(config: TransformerConfig) -> int:
+    """Entries of the decoder layers' matrices that each token meets: of experts, those that it is sent to."""
     weights = 0
     for layer in range(config.num_layers):
         if has_experts(config, layer):
             width = 3 * config.moe_router_topk * config.moe_ffn_hidden_size + config.num_moe_experts
+            width += 3 * (config.moe_shared_expert_intermediate_size or 0) + config.moe_shared_expert_gate
         else:
             width = 3 * config.ffn_hidden_size
-        weights += attention + config.hidden_size * width
+        mixer = _delta_weights(config) if is_linear(config, layer) else _attention_weights(config)
+        weights += mixer + config.hidden_size * width
     return weights
 
 
@@ -52,7 +68,8 @@ def decoder_flops(config: TransformerConfig, lengths: tuple[int, ...]) -> float:
     linear = 2 * _decoder_weights(config) * sum(lengths)
     # two products of [L, d] and [d, L], half of each behind the causal mask: 2 * (2 * L * L * d) / 2 a head
     attention = 2 * config.num_attention_heads * config.kv_channels * sum(length * length for length in lengths)
-    return float(linear + config.num_layers * attention)
+    num_attention_layers = sum(not is_linear(config, layer) for layer in range(config.num_layers))
+    return float(linear + num_attention_layers * attention)
 
 
 def tower_flops(geometry: TowerGeometry, items: VisualItems | AudioItems) -> float:

@@ -19,10 +19,10 @@ from swiftcp.models.family import multimodal_config
 from swiftcp.parallel.place import WHOLE, TensorPlace
 
 
-def random_tensor(name: str, shape: Sequence[int], *, seed: int, std: float, start: Sequence[int] = ()) -> Tensor:
-    """The float32 values of the checkpoint's tensor `name`, or of the part of it that begins at `start`."""
+def random_tensor(name: str, shape: Sequence[int], *, seed: int, std: float, start: Sequence[int] = (), gain: float = 1.0) -> Tensor:
+    """The float32 values of the checkpoint's tensor `name`, or of the part of it that begins at `start`; `gain` of a norm at rest."""
     if len(shape) == 1:
-        return torch.full(tuple(shape), float(name.endswith("weight")))
+        return torch.full(tuple(shape), gain if name.endswith("weight") else 0.0)
     generator = np.random.default_rng([seed, zlib.crc32(name.encode()), *start])
     return torch.from_numpy(generator.standard_normal(tuple(shape), dtype=np.float32)) * std
 
@@ -45,7 +45,14 @@ def initialize(model: nn.Module | Sequence[nn.Module], table: NameTable, hf_conf
         rank, size = place.of(is_expert=rule.is_expert)
         shape = rule.whole_shape(targets[target].shape, size)
         parts = [
-            random_tensor(name, part, seed=seed, std=_std(name, hf_config), start=[of_dim.start for of_dim in index])
+            random_tensor(
+                name,
+                part,
+                seed=seed,
+                std=_std(name, hf_config),
+                start=[of_dim.start for of_dim in index],
+                gain=0.0 if name.endswith(table.zero_centered) else 1.0,
+            )
             for name, index, part in zip(rule.sources, rule.source_slices(shape, 0, 1), rule.part_shapes(shape), strict=True)
         ]
         targets[target].copy_(rule.shard(rule.join(parts, shape), rank, size))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.distributed.layout_harness import (
     ONE_RANK,
@@ -17,8 +21,10 @@ from tests.distributed.layout_harness import (
     weight_difference,
 )
 from tests.distributed.model_harness import Row, run_ours, run_transformers
+from tests.distributed.moe_harness import export_untrained
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_model_parity import check
+from tests.unit.folders import assert_same_bits, read_folder
 
 TP2 = {"tensor_model_parallel_size": 2}
 SP = {"sequence_parallel": True}
@@ -64,3 +70,27 @@ def test_layouts_give_what_one_rank_gives(ranks: RankPool, family: str, request:
             print(name, *found, weight_difference(result, expected))
             assert [over_bounds(one) for one in found] == [{}, {}], name
             assert weight_difference(result, expected) <= WEIGHT_BOUND, name
+
+
+def with_fused_experts(folder: Path, output: Path) -> Path:
+    """The same checkpoint with all experts of a layer in one tensor, and with weights for multi-token prediction."""
+    shutil.copytree(folder, output)
+    tensors = load_file(output / "model.safetensors")
+    single = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
+    parts = {match.groups(): tensors.pop(match[0]) for name in list(tensors) if (match := single.fullmatch(name))}
+    for prefix in {prefix for prefix, _, _ in parts}:
+        stacks = {kind: torch.stack([parts[prefix, str(expert), kind] for expert in range(4)]) for kind in ("gate", "up", "down")}
+        tensors[f"{prefix}gate_up_proj"] = torch.cat([stacks["gate"], stacks["up"]], dim=1)
+        tensors[f"{prefix}down_proj"] = stacks["down"]
+    tensors["mtp.fc.weight"] = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
+    save_file(tensors, output / "model.safetensors", metadata={"format": "pt"})
+    return output
+
+
+def test_weights_come_back_equal_to_the_bit(ranks: RankPool, tiny_qwen3_5: Path, tiny_qwen3_5_moe: Path, tmp_path: Path) -> None:
+    layout = TP2 | SP | CP2
+    fused = with_fused_experts(tiny_qwen3_5_moe, tmp_path / "fused")
+    for number, folder in enumerate((tiny_qwen3_5, tiny_qwen3_5_moe, fused)):
+        output = tmp_path / f"out{number}"
+        ranks.run(export_untrained, folder, output, layout | ({} if number == 0 else EP2), num_ranks=4)
+        assert_same_bits(read_folder(output), read_folder(folder))

@@ -44,5 +44,5 @@ def names_and_shapes(config_file: Path) -> tuple[dict[str, tuple[int, ...]], dic
 def test_a_public_shape_builds_and_pairs_with_transformers(ranks: RankPool, shape: str) -> None:
     stored, expected, num_parameters = ranks.run(names_and_shapes, shape_file(shape), num_ranks=1)[0]
     assert stored == expected
-    billions = float(re.findall(r"\d+(?=b)", shape)[0])
+    billions = float(re.findall(r"(?:_0_|_)\d+(?=b)", shape)[0].removeprefix("_").replace("_", "."))
     assert 0.9 * billions < num_parameters / 1e9 < 1.3 * billions

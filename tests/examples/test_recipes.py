@@ -42,10 +42,17 @@ def _expert_inputs(family: str, write_rows: Callable[[Path], Path]) -> Callable[
     return inputs
 
 
+def _qwen3_5_inputs(folder: Path) -> Inputs:
+    _call("-m", "swiftcp", "tiny", "qwen3_5", folder / "tiny")
+    small: Inputs = {"device": "cpu", "nproc_per_node": "2", "max_length": "2048", "context_parallel_size": "2", "global_batch_size": "2"}
+    return {"model": folder / "tiny", "dataset": write_media_rows(folder), **small}
+
+
 INPUTS: dict[str, Callable[[Path], Inputs]] = {
     "quickstart/recipe.yaml": _quickstart_inputs,
     "qwen3_vl_moe/sft.yaml": _expert_inputs("qwen3_vl_moe", write_media_rows),
     "qwen3_omni/sft.yaml": _expert_inputs("qwen3_omni_moe", write_omni_rows),
+    "qwen3_5/sft.yaml": _qwen3_5_inputs,
 }
 """How the model and the rows of each recipe are made."""
 

@@ -137,3 +137,11 @@ def test_keys_of_experts_do_not_go_with_a_dense_model(tmp_path):
         resolved(tmp_path, "-ep 2", 2)
     warnings = resolved(tmp_path / "other", "--moe_aux_loss_coeff 0.001", 1).warnings
     assert any("moe_aux_loss_coeff has no effect: the model has no experts" in warning for warning in warnings)
+
+
+def test_ranks_share_the_key_heads_of_delta_nets(tmp_path):
+    write_model(tmp_path / "model", linear_num_key_heads=4)
+    write_rows(tmp_path / "rows.jsonl")
+    valid(tmp_path, "-cp", "4", machine=Machine(4, 4, 0))
+    with pytest.raises(ConfigError, match="linear_num_key_heads 4 of the model is no multiple of tensor_model_parallel_size 1 x context_"):
+        valid(tmp_path, "-cp", "8", machine=Machine(8, 8, 0))

@@ -21,6 +21,8 @@ CONFIG: Any = SimpleNamespace(
     kv_channels=HEAD_DIM,
     num_layers=LAYERS,
     num_moe_experts=None,
+    linear_attention_freq=None,
+    attention_output_gate=False,
 )
 GEOMETRY = VisionGeometry(merge_size=2, patch_values=6, num_layers=3, hidden_size=4, intermediate_size=7, prepare_grids=lambda grid: {})
 
@@ -47,11 +49,22 @@ def test_decoder_flops_are_those_of_its_products() -> None:
 
 def test_a_token_meets_the_router_and_the_experts_it_is_sent_to() -> None:
     sparse = SimpleNamespace(
-        **vars(CONFIG) | dict(num_moe_experts=6, moe_router_topk=2, moe_ffn_hidden_size=7, moe_layer_freq=[1, 0, 1, 1, 1])
+        **vars(CONFIG)
+        | dict(num_moe_experts=6, moe_router_topk=2, moe_ffn_hidden_size=7, moe_layer_freq=[1, 0, 1, 1, 1])
+        | dict(moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False)
     )
     dense = 2 * product(10, HIDDEN, FFN) + product(10, FFN, HIDDEN)
     experts = product(10, HIDDEN, 6) + 2 * (2 * product(10, HIDDEN, 7) + product(10, 7, HIDDEN))
     assert decoder_flops(sparse, (10,)) == naive_decoder(10) + 4 * (experts - dense)
+
+
+def test_delta_nets_cost_the_same_for_each_token() -> None:
+    sizes = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=3, linear_value_head_dim=5, linear_conv_kernel_dim=4)
+    linear = SimpleNamespace(**vars(CONFIG) | sizes | dict(linear_attention_freq=[1] * LAYERS))
+    feed_forward = 2 * product(10, HIDDEN, FFN) + product(10, FFN, HIDDEN)
+    projections = 2 * product(10, HIDDEN, 6) + 2 * product(10, HIDDEN, 20) + 2 * product(10, HIDDEN, 4) + product(10, 20, HIDDEN)
+    filters, states = product(10, 4, 6 + 6 + 20), 3 * 4 * product(10, 3, 5)
+    assert decoder_flops(linear, (10,)) == LAYERS * (feed_forward + projections + filters + states)
 
 
 def test_tower_flops_are_those_of_its_products() -> None:

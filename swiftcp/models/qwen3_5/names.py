@@ -9,6 +9,8 @@ from swiftcp.models.qwen3_vl.names import EMBEDDING, HEAD, decoder_rules
 
 MTP = "mtp."
 """Begins the names of the layers for multi-token prediction, which `transformers` does not have."""
+ZERO_CENTERED = ("layernorm.weight", "language_model.norm.weight", ".q_norm.weight", ".k_norm.weight")
+"""What the names of the decoder's gains end with, but for those of delta nets."""
 
 
 def gated_rules(text: Any) -> tuple[Rule, ...]:
@@ -85,4 +87,5 @@ def qwen3_5_name_table(hf_config: Any) -> NameTable:
         tied={HEAD: EMBEDDING} if hf_config.tie_word_embeddings else {},
         base_prefix="model.",
         carried=(MTP,),
+        zero_centered=ZERO_CENTERED,
     )

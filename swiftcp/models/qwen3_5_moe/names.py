@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from swiftcp.checkpoint.name_table import Direct, GateUp, NameTable, Prefix, Rule
-from swiftcp.models.qwen3_5.names import MTP, delta_rules, gated_rules
+from swiftcp.models.qwen3_5.names import MTP, ZERO_CENTERED, delta_rules, gated_rules
 from swiftcp.models.qwen3_vl.names import EMBEDDING, HEAD
 from swiftcp.models.qwen3_vl_moe.names import ROUTER, fused_expert_rules, single_expert_rules
 
@@ -43,5 +43,6 @@ def qwen3_5_moe_name_table(hf_config: Any) -> NameTable:
         tied={HEAD: EMBEDDING} if hf_config.tie_word_embeddings else {},
         base_prefix="model.",
         carried=(MTP,),
+        zero_centered=ZERO_CENTERED,
         alternatives=fused_expert_rules(text.num_experts),
     )
