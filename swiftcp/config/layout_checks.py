@@ -227,6 +227,10 @@ def _warn_without_effect(case: Case) -> Iterator[Finding]:
         yield "sequence_parallel", "sequence_parallel has no effect with tensor_model_parallel_size 1"
     if config.hierarchical_context_parallel_sizes is not None and config.cp_comm_type != "a2a+p2p":
         yield "hierarchical_context_parallel_sizes", "hierarchical_context_parallel_sizes has no effect without cp_comm_type a2a+p2p"
+    if case.given("cp_partition_mode") and config.cp_partition_mode != "zigzag":
+        without = "context_parallel_size 1" if config.context_parallel_size == 1 else "packing false: each row is cut"
+        if config.context_parallel_size == 1 or not getattr(config, "packing", True):
+            yield "cp_partition_mode", f"cp_partition_mode {config.cp_partition_mode} has no effect with {without}"
     if case.facts and not case.facts.num_experts:
         keys = ("moe_router_dtype", "moe_aux_loss_coeff", "moe_z_loss_coeff")
         yield from ((key, f"{key} has no effect: the model has no experts") for key in keys if hasattr(config, key) and case.given(key))

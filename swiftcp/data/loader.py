@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from swiftcp.data.batch import Batch, Sample, collate_pack, collate_rows
 from swiftcp.data.dataset import EncodedDataset
-from swiftcp.data.plan import FILLER, Pack, StepPlan, packs_of_rank, plan_in_order
+from swiftcp.data.plan import FILLER, Pack, StepPlan, balanced, packs_of_rank, plan_in_order
 from swiftcp.data.rows import BadRow
 from swiftcp.data.workers import map_in_order
 
@@ -38,6 +38,10 @@ class BatchLayout:
     def of_rank(self, packs: list[Pack]) -> list[tuple[Pack, ...]]:
         """This rank's micro-batches of a step."""
         return packs_of_rank(packs, dp_rank=self.dp_rank, dp_size=self.dp_size, micro_batch_size=self.micro_batch_size)
+
+    def balanced(self, packs: Sequence[Pack], lengths: Sequence[int]) -> list[Pack]:
+        """A step's packs in an order in which `of_rank` gives ranks work of like cost."""
+        return balanced(packs, lengths, dp_size=self.dp_size, micro_batch_size=self.micro_batch_size)
 
     def in_order(self, lengths: Sequence[int]) -> list[tuple[Pack, ...]]:
         """This rank's micro-batches of all rows once, in order.
@@ -142,7 +146,7 @@ class BatchStream:
         for step in range(self._start_step, self._plan.num_steps):
             packs = self._plan.step(step)
             mean = mean_labels(packs, self._dataset.labels, self._layout.micro_batch_size)
-            yield from (_Job(own, mean) for own in self._layout.of_rank(packs))
+            yield from (_Job(own, mean) for own in self._layout.of_rank(self._layout.balanced(packs, self._plan.lengths)))
 
 
 def batches_in_order(dataset: EncodedDataset, layout: BatchLayout, *, num_workers: int = 0, agree: Agree | None = None) -> Iterator[Batch]:

@@ -2,13 +2,14 @@
 
 A *pack* is a tuple of places in the data set; without packing it holds one. The packs of all epochs form one stream, which is cut
 into steps of `global_batch_size` packs. The pack of (step, micro-batch, data-parallel rank) follows from the step alone, so a step
-holds the same packs under every layout. Where the stream ends within a step, empty packs fill it: every rank has as many
-micro-batches, and every row is seen exactly once an epoch.
+holds the same packs under every layout; data-parallel ranks share them out by cost. Where the stream ends within a step, empty
+packs fill it: every rank has as many micro-batches, and every row is seen exactly once an epoch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import random
 from collections.abc import Sequence
 from threading import RLock
@@ -20,6 +21,9 @@ FILLER: Pack = ()
 
 _WINDOW = 4096
 """Rows among which packs are formed: enough to fill packs to about 0.99, few enough that epochs mix rows anew."""
+
+_EVEN_LENGTH = 32_768
+"""Tokens of a row at which causal attention costs as much as the matrices: about the 2B shape's; larger models have a larger one."""
 
 
 def padded_length(length: int, pack_align: int) -> int:
@@ -202,6 +206,31 @@ class StepPlan:
         if self.packing_length is None:
             return plan_rows(len(self.lengths), seed=self.seed, epoch=epoch)
         return plan_packs(self.lengths, seed=self.seed, epoch=epoch, packing_length=self.packing_length, pack_align=self.pack_align)
+
+
+def pack_cost(pack: Pack, lengths: Sequence[int]) -> float:
+    """Of training on a pack, in tokens of a short row: the matrices take each token alike, attention takes it with all before it."""
+    return sum(lengths[row] * (1 + lengths[row] / _EVEN_LENGTH) for row in pack)
+
+
+def balanced(packs: Sequence[Pack], lengths: Sequence[int], *, dp_size: int, micro_batch_size: int) -> list[Pack]:
+    """The packs of a step in an order in which `packs_of_rank` gives ranks work of like cost.
+
+    Micro-batches are the same ones: only which rank takes which, and when, changes. Those that ranks take at one time are neighbours in
+    cost, for ranks may wait for each other there (experts), and in each such round the costliest goes to the rank with the least so far.
+    """
+    micro_batches = list(itertools.batched(packs, micro_batch_size))
+    if dp_size == 1 or len(micro_batches) % dp_size:
+        return list(packs)
+    costs = {number: sum(pack_cost(pack, lengths) for pack in own) for number, own in enumerate(micro_batches)}
+    loads = [0.0] * dp_size
+    order: list[int] = []
+    for in_round in itertools.batched(sorted(costs, key=lambda number: -costs[number]), dp_size):
+        by_load = sorted(range(dp_size), key=lambda rank: loads[rank])
+        taken = dict(zip(by_load, in_round, strict=True))
+        order += [taken[rank] for rank in range(dp_size)]
+        loads = [load + costs[taken[rank]] for rank, load in enumerate(loads)]
+    return [pack for number in order for pack in micro_batches[number]]
 
 
 def packs_of_rank(packs: Sequence[Pack], *, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[tuple[Pack, ...]]:

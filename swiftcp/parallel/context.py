@@ -5,7 +5,8 @@ attention all derive from it. Everything here is pure: sizes and ranks are argum
 megatron-core for them only where they are left out.
 
 The layout is the one that Transformer Engine's context-parallel attention expects: each sequence is cut into 2*CP equal
-chunks, and rank r holds chunks r and 2*CP-1-r, so that causal attention costs every rank the same.
+chunks, and rank r holds chunks r and 2*CP-1-r, so that causal attention costs every rank the same. Where a `Partition` says so,
+a sequence stays whole on one rank instead: a rank's local stream is its whole sequences, then its chunks of those that are cut.
 
 Legend: T tokens of the full stream, CP ranks of the context-parallel group.
 """
@@ -19,22 +20,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from swiftcp.parallel import mesh
+from swiftcp.parallel.partition import CUT, Partition, check_divisible
 
 _index_cache = WeakTensorKeyDictionary()
 """cu_seqlens -> {(num_tokens, cp_size, cp_rank, device): index}: each pack's index is computed once."""
-
-
-def check_divisible(lengths: list[int], cp_size: int) -> None:
-    """Raise unless every sequence length can be cut into 2*CP equal chunks.
-
-    Raises:
-        ValueError: names the first length that does not divide, and the multiple.
-    """
-    multiple = 2 * cp_size
-    for index, length in enumerate(lengths):
-        if length % multiple:
-            padded = -(-length // multiple) * multiple
-            raise ValueError(f"sequence {index} has {length} tokens, which is no multiple of 2*CP = {multiple}: pad it to {padded}")
 
 
 def _compute_index(cu_seqlens: Tensor, num_tokens: int, cp_size: int, cp_rank: int) -> Tensor:
@@ -51,13 +40,27 @@ def _compute_index(cu_seqlens: Tensor, num_tokens: int, cp_size: int, cp_rank: i
     return torch.where(in_second, second, first)
 
 
+def _partition_index(partition: Partition, cp_rank: int, device: torch.device) -> Tensor:
+    """Computed once, on the host."""
+    if (cp_rank, device) not in partition.indices:
+        whole, cut = ([torch.arange(*span) for span in partition.spans(owner)] for owner in (cp_rank, CUT))
+        if cut:
+            lengths = partition.lengths(CUT)
+            check_divisible(lengths, partition.cp_size)
+            of_cut = _compute_index(torch.tensor([0, *itertools.accumulate(lengths)]), sum(lengths), partition.cp_size, cp_rank)
+            whole.append(torch.cat(cut)[of_cut])
+        partition.indices[cp_rank, device] = torch.cat(whole).to(device)
+    return partition.indices[cp_rank, device]
+
+
 def local_token_index(
-    cu_seqlens: Tensor | None, num_tokens: int, *, cp_size: int, cp_rank: int, device: torch.device | None = None
+    cu_seqlens: Tensor | Partition | None, num_tokens: int, *, cp_size: int, cp_rank: int, device: torch.device | None = None
 ) -> Tensor:
     """Which global token sits in each local slot.
 
     Args:
-        cu_seqlens: [n + 1] cumulative padded lengths from 0 to `num_tokens`, or None for one sequence of `num_tokens`.
+        cu_seqlens: [n + 1] cumulative padded lengths from 0 to `num_tokens`, of sequences that are all cut; or the partition of a
+            pack; or None for one sequence of `num_tokens`.
         num_tokens: T, tokens of the full stream.
         device: where the index is wanted; that of `cu_seqlens` (or the CPU) if left out.
 
@@ -69,6 +72,9 @@ def local_token_index(
             host copy was checked before it was sent, and a check here would stall the device), or the lengths do not
             add up to `num_tokens`.
     """
+    if isinstance(cu_seqlens, Partition):
+        assert (cu_seqlens.cp_size, cu_seqlens.ends[-1]) == (cp_size, num_tokens)
+        return _partition_index(cu_seqlens, cp_rank, device or torch.device("cpu"))
     if cu_seqlens is None:
         check_divisible([num_tokens], cp_size)
         # [0, num_tokens], made on the device, for a copy from the host would wait for it.
@@ -87,14 +93,20 @@ def local_token_index(
 
 
 def split_cp_inputs(
-    inputs: Tensor | None, cu_seqlens: Tensor | None, dim: int, *, cp_size: int | None = None, cp_rank: int | None = None
+    inputs: Tensor | None,
+    cu_seqlens: Tensor | Partition | None,
+    dim: int,
+    *,
+    cp_size: int | None = None,
+    cp_rank: int | None = None,
 ) -> Tensor | None:
     """This rank's part of a tensor of the full stream.
 
     Args:
         inputs: the full tensor; decoder inputs [T, B, H] are cut on dim 0, token tensors ([B, T], [3, B, T]) on dim -1.
             None gives None.
-        cu_seqlens: cumulative padded lengths of the packed sequences, or None to cut the whole dim as one sequence.
+        cu_seqlens: cumulative padded lengths of the packed sequences, or the partition that keeps some of them whole, or None to
+            cut the whole dim as one sequence.
         dim: the dim that holds the tokens.
         cp_size, cp_rank: this process's place in the context-parallel group where left out.
 
@@ -112,7 +124,7 @@ def split_cp_inputs(
     return inputs.index_select(dim, index)
 
 
-def stream_order(cu_seqlens: Tensor | None, num_tokens: int, *, cp_size: int, device: torch.device | None = None) -> Tensor:
+def stream_order(cu_seqlens: Tensor | Partition | None, num_tokens: int, *, cp_size: int, device: torch.device | None = None) -> Tensor:
     """Where each global token lies in the concatenation of all ranks' local streams: the inverse of the partition.
 
     Returns:

@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from torch import Tensor, nn
 
 from swiftcp.errors import ConfigError
-from swiftcp.parallel.attention import TorchCoreAttention
+from swiftcp.parallel.attention import TorchCoreAttention, in_parts
 from swiftcp.parallel.engine import transformer_engine_problem
 from swiftcp.parallel.gated_delta_net import DeltaSubmodules, GatedDeltaNet, is_linear
 from swiftcp.parallel.moe import has_experts, moe_spec
@@ -194,12 +194,13 @@ def _provider(config: TransformerConfig, backend: Backend, fuse_norms: bool) -> 
 def _attention_spec(config: TransformerConfig, provider: BackendSpecProvider) -> ModuleSpec:
     fused = provider.fuse_layernorm_and_linear()
     qk_norm = provider.layer_norm(rms_norm=True, for_qk=True) if config.qk_layernorm else IdentityOp
+    on_engine = not isinstance(provider, TorchSpecProvider)
     return ModuleSpec(
-        module=RotarySelfAttention if isinstance(provider, TorchSpecProvider) else FusedRotarySelfAttention,
+        module=FusedRotarySelfAttention if on_engine else RotarySelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=provider.column_parallel_layer_norm_linear() if fused else provider.column_parallel_linear(),
-            core_attention=provider.core_attention(),
+            core_attention=in_parts(provider.core_attention()) if on_engine else provider.core_attention(),
             linear_proj=provider.row_parallel_linear(),
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,

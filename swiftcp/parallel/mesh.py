@@ -16,6 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from swiftcp.errors import ConfigError
+from swiftcp.parallel.partition import PartitionMode
 from swiftcp.parallel.place import TensorPlace
 from swiftcp.parallel.rendezvous import Place, meet
 
@@ -37,6 +38,8 @@ class Mesh:
     """Model chunks of this rank's pipeline stage (virtual pipeline); 1 without."""
     cp_size: int
     cp_rank: int
+    cp_partition_mode: PartitionMode
+    """Which sequences of a pack the ranks of a context-parallel group cut among them."""
     dp_size: int
     dp_rank: int
     ep_size: int
@@ -153,6 +156,7 @@ def build_mesh(
     pipeline_model_parallel_size: int = 1,
     virtual_pipeline_model_parallel_size: int | None = None,
     context_parallel_size: int = 1,
+    cp_partition_mode: PartitionMode = "zigzag",
     hierarchical_context_parallel_sizes: list[int] | None = None,
     expert_model_parallel_size: int = 1,
     expert_tensor_parallel_size: int = 1,
@@ -199,6 +203,7 @@ def build_mesh(
         num_chunks=virtual_pipeline_model_parallel_size or 1,
         cp_size=context_parallel_size,
         cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_partition_mode=cp_partition_mode,
         dp_size=parallel_state.get_data_parallel_world_size(),
         dp_rank=parallel_state.get_data_parallel_rank(),
         ep_size=expert_model_parallel_size,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +13,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from swiftcp.parallel.context import stream_order
+from swiftcp.parallel.partition import CUT, Partition
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,29 @@ class SequenceGroup:
     """[n * L] int64: their tokens, in order, in the concatenation of all ranks' local streams."""
 
 
+@dataclass(frozen=True)
+class StreamParts:
+    """The two parts of a local stream in which some sequences are whole: those, then the chunks of sequences that are cut."""
+
+    partition: Partition
+    num_whole: int
+    """Local tokens of whole sequences; the same on all ranks, and more than none."""
+    whole: PackedStream
+    """This rank's own."""
+    cut: PackedStream | None
+    """In lengths of the full sequences; None where no sequence is cut."""
+
+    @staticmethod
+    def of(partition: Partition, cp_rank: int) -> StreamParts:
+        whole, cut = partition.lengths(cp_rank), partition.lengths(CUT)
+        return StreamParts(partition, sum(whole), PackedStream.of(whole), PackedStream.of(cut) if cut else None)
+
+    def map(self, send: Callable[[Tensor], Tensor]) -> StreamParts:
+        """The same with `send` applied to what the device needs."""
+        cut = None if self.cut is None else self.cut.map(send)
+        return StreamParts(self.partition.map(send), self.num_whole, self.whole.map(send), cut)
+
+
 class PackedStream(PackedSeqParams):
     """megatron-core's description of a pack, with the lengths on the host, so that no layer asks the device for them.
 
@@ -33,8 +58,13 @@ class PackedStream(PackedSeqParams):
     behind a causal sequence cannot reach it (`pad_between_seqs=False`).
     """
 
-    def __init__(self, cu_seqlens: Tensor, host_ends: tuple[int, ...], max_seqlen: int) -> None:
-        """`cu_seqlens` [n + 1] int32 on the device; `host_ends` the same numbers; `max_seqlen` in padded tokens of the full stream."""
+    def __init__(self, cu_seqlens: Tensor, host_ends: tuple[int, ...], max_seqlen: int, parts: StreamParts | None = None) -> None:
+        """
+        Args:
+            cu_seqlens: [n + 1] int32 on the device, of the full stream; `host_ends` are the same numbers.
+            max_seqlen: in padded tokens of the full stream.
+            parts: None where every sequence is cut.
+        """
         super().__init__(
             qkv_format="thd",
             cu_seqlens_q=cu_seqlens,
@@ -46,9 +76,26 @@ class PackedStream(PackedSeqParams):
             pad_between_seqs=False,
         )
         self.host_ends = host_ends
+        self.parts = parts
         self._groups: dict[int, list[SequenceGroup]] = {}
         self._inverse_of_groups: dict[int, Tensor] = {}
         self._orders: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @staticmethod
+    def of(lengths: Sequence[int]) -> PackedStream:
+        """On the host."""
+        ends = (0, *itertools.accumulate(lengths))
+        return PackedStream(torch.tensor(ends, dtype=torch.int32), ends, max(lengths))
+
+    def map(self, send: Callable[[Tensor], Tensor]) -> PackedStream:
+        """The same with `send` applied to what the device needs."""
+        parts = None if self.parts is None else self.parts.map(send)
+        return PackedStream(send(self.cu_seqlens_q), self.host_ends, self.max_seqlen_q, parts)
+
+    @property
+    def sequences(self) -> Tensor | Partition:
+        """What `swiftcp.parallel.context` cuts the full stream by, and puts it together again."""
+        return self.cu_seqlens_q if self.parts is None else self.parts.partition
 
     @cached_property
     def num_tokens(self) -> int:
@@ -69,7 +116,7 @@ class PackedStream(PackedSeqParams):
     def orders(self, cp_size: int) -> tuple[Tensor, Tensor]:
         """[T] int64 both: where each token of the full stream lies in the concatenation of all ranks' streams, and the inverse."""
         if cp_size not in self._orders:
-            order = stream_order(self.cu_seqlens_q, self.num_tokens, cp_size=cp_size, device=self.cu_seqlens_q.device)
+            order = stream_order(self.sequences, self.num_tokens, cp_size=cp_size, device=self.cu_seqlens_q.device)
             self._orders[cp_size] = order, order.argsort()
         return self._orders[cp_size]
 

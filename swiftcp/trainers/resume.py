@@ -30,6 +30,7 @@ NEUTRAL_KEYS = frozenset(
         "decoder_last_pipeline_num_layers",
         "context_parallel_size",
         "cp_comm_type",
+        "cp_partition_mode",
         "hierarchical_context_parallel_sizes",
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",

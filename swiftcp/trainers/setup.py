@@ -88,6 +88,7 @@ def start_ranks(config: RunConfig | BenchConfig | ExportConfig) -> Mesh:
         pipeline_model_parallel_size=config.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_model_parallel_size,
         context_parallel_size=config.context_parallel_size,
+        cp_partition_mode=config.cp_partition_mode,
         hierarchical_context_parallel_sizes=config.hierarchical_context_parallel_sizes if config.cp_comm_type == "a2a+p2p" else None,
         expert_model_parallel_size=config.expert_model_parallel_size,
         expert_tensor_parallel_size=config.expert_tensor_parallel_size,

@@ -32,7 +32,12 @@ LAYOUTS = {
     "TP2": Layout(2, {"tensor_model_parallel_size": 2}),
     "TP2+SP": Layout(2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "TP2+SP+CP2": Layout(4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2}),
+    "TP2+SP+CP2, whole": Layout(
+        4,
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True, "context_parallel_size": 2, "cp_partition_mode": "whole"},
+    ),
     "PP2": Layout(2, {"pipeline_model_parallel_size": 2}),
+    "PP2+CP2, whole": Layout(4, {"pipeline_model_parallel_size": 2, "context_parallel_size": 2, "cp_partition_mode": "whole"}),
     "PP2+CP2": Layout(4, {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}),
     "PP2+DP2": Layout(4, {"pipeline_model_parallel_size": 2}),
     "TP2+SP+PP2": Layout(4, {"tensor_model_parallel_size": 2, "sequence_parallel": True, "pipeline_model_parallel_size": 2}),

@@ -58,16 +58,16 @@ def _with_every_label(sample: Sample) -> Sample:
     return replace(sample, labels_L=sample.input_ids_L, weights_L=torch.ones(len(sample)))
 
 
-def collate(samples: Sequence[Sample], packing: bool, microbatches: int) -> list[Batch]:
-    """The rows in order, in `microbatches` packs, or in as many padded micro-batches."""
+def collate(samples: Sequence[Sample], packing: bool, microbatches: int, total_length: int | None = None) -> list[Batch]:
+    """The rows in order, in `microbatches` packs (of `total_length` tokens), or in as many padded micro-batches."""
     per_batch = -(-len(samples) // microbatches)
     parts = [samples[start : start + per_batch] for start in range(0, len(samples), per_batch)]
     if packing:
-        return [collate_pack(part, pack_align=PACK_ALIGN, pad_token_id=0) for part in parts]
+        return [collate_pack(part, pack_align=PACK_ALIGN, pad_token_id=0, total_length=total_length) for part in parts]
     return [collate_rows(part, pack_align=PACK_ALIGN, pad_token_id=0) for part in parts]
 
 
-def build(folder: Path, cp_size: int, **recompute: Any) -> tuple[Any, Any, Any]:
+def build(folder: Path, cp_size: int, partition: Any = "zigzag", **recompute: Any) -> tuple[Any, Any, Any]:
     """(model with the folder's weights, mesh, family); call inside `cpu_mode()`."""
     from megatron.core import tensor_parallel
 
@@ -78,7 +78,7 @@ def build(folder: Path, cp_size: int, **recompute: Any) -> tuple[Any, Any, Any]:
 
     hf_config = _config(folder)
     family = family_of(hf_config.model_type)
-    mesh = build_mesh(torch.device("cpu"), context_parallel_size=cp_size)
+    mesh = build_mesh(torch.device("cpu"), context_parallel_size=cp_size, cp_partition_mode=partition)
     tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
     config = transformer_config(family, hf_config, mesh, dtype=torch.float32, backend="torch", **recompute)
     model = build_model(family, hf_config, config, mesh, backend="torch")
@@ -102,7 +102,14 @@ def _all_logprobs(model: Any, mesh: Any, geometry: Any, batches: Sequence[Batch]
 
 
 def run_ours(
-    folder: Path, rows: Sequence[Row], cp_size: int, packing: bool = True, microbatches: int = 1, recompute: dict[str, Any] | None = None
+    folder: Path,
+    rows: Sequence[Row],
+    cp_size: int,
+    packing: bool = True,
+    microbatches: int = 1,
+    recompute: dict[str, Any] | None = None,
+    partition: str = "zigzag",
+    total_length: int | None = None,
 ) -> Result:
     """On each of `cp_size` ranks: all rows in `microbatches` micro-batches; gradients summed over the group."""
     from swiftcp.models.inputs import make_inputs
@@ -110,14 +117,14 @@ def run_ours(
 
     samples = samples_of(folder, rows)
     with cpu_mode():
-        model, mesh, family = build(folder, cp_size, **(recompute or {}))
+        model, mesh, family = build(folder, cp_size, partition, **(recompute or {}))
         geometry = family.tower_geometry(_config(folder))
-        every_label = collate([_with_every_label(sample) for sample in samples], packing, microbatches)
+        every_label = collate([_with_every_label(sample) for sample in samples], packing, microbatches, total_length)
         logprobs = _all_logprobs(model.eval(), mesh, geometry, every_label, samples)
         model.train()
         totals = torch.zeros(1)
         num_labels = torch.zeros(cp_size, dtype=torch.int64)
-        for batch in collate(samples, packing, microbatches):
+        for batch in collate(samples, packing, microbatches, total_length):
             inputs = make_inputs(batch, mesh, geometry)
             loss = (model(inputs) * inputs.weights_N).sum()
             loss.backward()

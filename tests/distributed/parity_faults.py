@@ -57,9 +57,9 @@ def labels_shifted_after_the_cut() -> Any:
 
     correct = inputs.local_labels
 
-    def local_labels(batch: Any, *, cp_size: int, cp_rank: int) -> tuple[Tensor, Tensor]:
+    def local_labels(batch: Any, cu_seqlens: Any, *, cp_size: int, cp_rank: int) -> tuple[Tensor, Tensor]:
         aligned = dataclasses.replace(batch, labels_BS=batch.labels_BS.roll(1, -1), weights_BS=batch.weights_BS.roll(1, -1))
-        labels, weights = (values.roll(-1, -1) for values in correct(aligned, cp_size=cp_size, cp_rank=cp_rank))
+        labels, weights = (values.roll(-1, -1) for values in correct(aligned, cu_seqlens, cp_size=cp_size, cp_rank=cp_rank))
         labels[:, -1], weights[:, -1] = IGNORED_LABEL, 0.0
         return labels, weights
 

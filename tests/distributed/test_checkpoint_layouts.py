@@ -21,6 +21,8 @@ LAYOUTS = {
     "TP2": (Recipe(layout={"tensor_model_parallel_size": 2, "sequence_parallel": True}), 2),
     "PP2": (Recipe(layout={"pipeline_model_parallel_size": 2}), 2),
 }
+CP2_WHOLE = {"CP2, whole": (Recipe(cp_size=2, layout={"cp_partition_mode": "whole"}), 2)}
+"""In every third step the rows of a pack stay whole on a rank each."""
 SAVED_STEP, NUM_STEPS = 2, 4
 RELATIVE = 1e-5
 """Of losses in float32; then Adam makes steps of what is rounding in a true zero."""
@@ -68,11 +70,11 @@ def tiny_tied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("saved", "resumed"), [("PP2", "TP2"), ("one rank", "PP2")])
+@pytest.mark.parametrize(("saved", "resumed"), [("PP2", "TP2"), ("one rank", "PP2"), ("CP2", "CP2, whole")])
 def test_row_13_with_a_tied_head_a_run_goes_on_under_another_layout(
     ranks: RankPool, tiny_tied: Path, tmp_path: Path, saved: str, resumed: str
 ) -> None:
-    (first, first_ranks), (second, second_ranks) = LAYOUTS[saved], LAYOUTS[resumed]
+    (first, first_ranks), (second, second_ranks) = LAYOUTS[saved], (LAYOUTS | CP2_WHOLE)[resumed]
     expected = ranks.run(save_and_go_on, tiny_tied, tmp_path, first, num_ranks=first_ranks)[0]
     checkpoint = tmp_path / "checkpoints" / f"step-{SAVED_STEP:06d}"
     losses = ranks.run(go_on_from_each, tiny_tied, {saved: checkpoint}, second, num_ranks=second_ranks)[0][saved]

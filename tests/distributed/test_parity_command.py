@@ -39,7 +39,8 @@ def exit_code(ranks: RankPool, arguments: list[str], fault: str | None, num_rank
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_breaks_the_table(ranks: RankPool, tiny_qwen3_vl: Path, rows: Path, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert exit_code(ranks, options(tiny_qwen3_vl, rows), fault) == 1
+    every_row_cut = ["--cp_partition_mode", "zigzag"]
+    assert exit_code(ranks, [*options(tiny_qwen3_vl, rows), *every_row_cut], fault) == 1
     assert "parity is BROKEN" in capsys.readouterr().out
 
 

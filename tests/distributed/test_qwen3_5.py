@@ -31,8 +31,10 @@ SP = {"sequence_parallel": True}
 CP2 = {"context_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
+WHOLE = {"cp_partition_mode": "whole"}
+"""The rows of the second pack stay whole: the delta nets undo that partition too."""
 LAYOUTS = {
-    "tiny_qwen3_5": {"TP2": Layout(2, TP2), "TP2+SP+CP2": Layout(4, TP2 | SP | CP2), "PP2+CP2": Layout(4, PP2 | CP2)},
+    "tiny_qwen3_5": {"TP2": Layout(2, TP2), "TP2+SP+CP2": Layout(4, TP2 | SP | CP2), "PP2+CP2": Layout(4, PP2 | CP2 | WHOLE)},
     "tiny_qwen3_5_moe": {
         "EP2": Layout(2, EP2),
         "PP2+EP2+CP2": Layout(4, PP2 | EP2 | CP2),

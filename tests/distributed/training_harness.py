@@ -36,7 +36,7 @@ class StepRecord:
 def train_config(folder: Path, **values: Any) -> Any:
     from swiftcp.config.concerns import TrainConfig
 
-    fixed = dict(model=str(folder), dataset=["unused"], torch_dtype="float32", device="cpu", lr=1e-3)
+    fixed = dict(model=str(folder), dataset=["unused"], torch_dtype="float32", device="cpu", lr=1e-3, cp_partition_mode="zigzag")
     return TrainConfig(**{**fixed, **values})
 
 

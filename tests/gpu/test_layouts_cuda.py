@@ -40,6 +40,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "CP2, p2p": {"context_parallel_size": 2, "cp_comm_type": "p2p"},
     "CP2, a2a": {"context_parallel_size": 2, "cp_comm_type": "a2a"},
     "CP2, all_gather": {"context_parallel_size": 2, "cp_comm_type": "all_gather"},
+    "CP2, rows that stay whole": {"context_parallel_size": 2, "cp_partition_mode": "whole"},
+    "CP2, a2a, rows that stay whole": {"context_parallel_size": 2, "cp_partition_mode": "whole", "cp_comm_type": "a2a"},
     "TP2": {"tensor_model_parallel_size": 2},
     "TP2+SP": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "DP2, distributed optimizer": {"use_distributed_optimizer": True},

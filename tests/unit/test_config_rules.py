@@ -245,6 +245,7 @@ def test_outputs_must_be_writable_places(tmp_path):
         ("--max_length 8192", "above the model's 4096 positions"),
         ("--packing false --packing_length 64", "packing_length 64 has no effect"),
         ("--cp_comm_type a2a", "cp_comm_type a2a has no effect"),
+        ("--cp_partition_mode whole", "cp_partition_mode whole has no effect with context_parallel_size 1"),
         ("--recompute_granularity none --recompute_modules mlp", "recompute_modules has no effect"),
         ("--lr_decay_style constant --min_lr 1e-6", "min_lr 1e-06 has no effect"),
         ("--freeze_vit true --vit_lr 1e-6", "vit_lr 1e-06 has no effect with freeze_vit true"),

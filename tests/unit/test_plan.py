@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 
-from swiftcp.data.plan import FILLER, Pack, StepPlan, packs_of_rank, padded_length, plan_in_order, plan_packs, plan_rows
+from swiftcp.data.plan import (
+    FILLER,
+    Pack,
+    StepPlan,
+    balanced,
+    pack_cost,
+    packs_of_rank,
+    padded_length,
+    plan_in_order,
+    plan_packs,
+    plan_rows,
+)
 from swiftcp.errors import ConfigError
 
 
@@ -223,3 +234,33 @@ def test_in_order() -> None:
     assert plan_in_order(lengths, packing_length=64, pack_align=8) == [(0, 1), (2,), (3, 4, 5)]
     assert plan_in_order(lengths, packing_length=None, pack_align=8) == [(0,), (1,), (2,), (3,), (4,), (5,)]
     assert plan_in_order([], packing_length=64, pack_align=8) == []
+
+
+def shares(packs: list[Pack], dp_size: int, micro_batch_size: int = 1) -> list[list[tuple[Pack, ...]]]:
+    return [packs_of_rank(packs, dp_rank=rank, dp_size=dp_size, micro_batch_size=micro_batch_size) for rank in range(dp_size)]
+
+
+def test_ranks_get_packs_of_like_cost() -> None:
+    """In each round neighbours in cost, the costliest for the rank with the least so far; fillers last."""
+    lengths = [100, 400, 300, 200]
+    packs: list[Pack] = [(0,), (1,), FILLER, (2,), (3,), FILLER]
+    order = balanced(packs, lengths, dp_size=2, micro_batch_size=1)
+    assert shares(order, 2) == [[((1,),), ((0,),), (FILLER,)], [((2,),), ((3,),), (FILLER,)]]
+    assert balanced(packs, lengths, dp_size=1, micro_batch_size=1) == packs
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3])
+def test_balance_keeps_the_micro_batches_of_a_step_and_evens_out_their_cost(micro_batch_size: int) -> None:
+    lengths = lengths_like_real(2000, longest=32_768)
+    steps = plan(lengths, packing_length=32_768, pack_align=64, global_batch_size=24)
+    worst_before = worst_after = 0.0
+    for step in range(steps.num_steps):
+        packs = steps.step(step)
+        order = balanced(packs, lengths, dp_size=4, micro_batch_size=micro_batch_size)
+        before, after = (shares(which, 4, micro_batch_size) for which in (packs, order))
+        assert sorted(own for rank in before for own in rank) == sorted(own for rank in after for own in rank)
+        worst_before, worst_after = (
+            worst + max(sum(pack_cost(pack, lengths) for own in rank for pack in own) for rank in ranks)
+            for worst, ranks in ((worst_before, before), (worst_after, after))
+        )
+    assert worst_after < worst_before

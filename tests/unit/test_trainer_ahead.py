@@ -16,7 +16,8 @@ from swiftcp.trainers.ahead import PlannedBatch, plan_ahead, send
 
 
 def mesh(device: str) -> Any:
-    return SimpleNamespace(device=torch.device(device), cp_size=1, cp_rank=0)
+    of_one_rank = dict(cp_size=1, cp_rank=0, cp_partition_mode="zigzag", sequence_parallel=False, is_first_stage=True)
+    return SimpleNamespace(device=torch.device(device), **of_one_rank)
 
 
 def pack(row: int) -> Batch:
@@ -35,16 +36,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_on_a_cpu_they_come_as_they_are() -> None:
     batches = [pack(row) for row in range(3)]
-    assert list(plan_ahead(iter(batches), mesh("cpu"), None)) == batches
+    assert list(plan_ahead(iter(batches), mesh("cpu"), {})) == batches
 
 
 def test_planned_inputs_equal_those_made_at_once(cuda: Any) -> None:
     batches = [pack(row) for row in range(3)]
-    planned = list(plan_ahead(iter(batches), cuda, None))
+    planned = list(plan_ahead(iter(batches), cuda, {}))
     assert [one.rows for one in planned] == [(0,), (1,), (2,)]
     for one, batch in zip(planned, batches, strict=True):
         assert isinstance(one, PlannedBatch)
-        (_, sent), (_, expected) = (send(it, mesh("cpu"), None) for it in (one, batch))
+        (_, sent), (_, expected) = (send(it, mesh("cpu"), {}) for it in (one, batch))
         tensors = {name: value for name, value in vars(expected).items() if isinstance(value, Tensor)}
         assert all(torch.equal(getattr(sent, name), value) for name, value in tensors.items())
         assert sent.cu_seqlens is sent.packed.cu_seqlens_q
@@ -59,7 +60,7 @@ def test_one_is_planned_while_the_one_before_is_used(cuda: Any) -> None:
         started.set()
         yield pack(1)
 
-    planned = plan_ahead(batches(), cuda, None)
+    planned = plan_ahead(batches(), cuda, {})
     next(planned)
     assert started.wait(10)
 
@@ -69,7 +70,7 @@ def test_an_error_of_the_data_comes_out_where_it_is_asked_for(cuda: Any) -> None
         yield pack(0)
         raise ValueError("row 1 is bad")
 
-    planned = plan_ahead(batches(), cuda, None)
+    planned = plan_ahead(batches(), cuda, {})
     next(planned)
     with pytest.raises(ValueError, match="row 1 is bad"):
         next(planned)
