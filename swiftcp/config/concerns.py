@@ -204,9 +204,9 @@ class ParallelConfig(Concern):
     """Ranks that share each sequence (cp). Ranks beyond tp x pp x cp are data parallel."""
     cp_comm_type: Literal["p2p", "a2a", "all_gather", "a2a+p2p"] = "p2p"
     """How ranks that share a sequence exchange keys and values in Transformer Engine's attention."""
-    cp_partition_mode: Literal["auto", "zigzag", "whole"] = "auto"
+    cp_partition_mode: Literal["auto", "zigzag", "whole"] = "zigzag"
     """Sequences of a pack that are cut among these ranks: `zigzag` all, `whole` only those that cannot stay whole on one rank each,
-    `auto` (the default), pack by pack, what is expected to take less time."""
+    `auto`, pack by pack, what is expected to take less time."""
     hierarchical_context_parallel_sizes: list[PositiveInt] | None = None
     """With `cp_comm_type` a2a+p2p: ranks of the inner (a2a) and number of the outer (p2p) groups; their product is cp."""
     expert_model_parallel_size: PositiveInt = 1
