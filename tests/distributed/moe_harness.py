@@ -85,3 +85,45 @@ def export_untrained(folder: Path, output: Path, keys: dict[str, Any]) -> None:
         training = Training(train_config(folder, **keys))
         table = training.source.family.name_table(training.source.hf_config)
         export_hf_folder(training.chunks, folder, output, table, training.mesh.place, max_shard_bytes=200_000)
+
+
+def routed(hidden_TH: Tensor, weight_EH: Tensor, topk: int, router_dtype: str | None) -> tuple[Tensor, Tensor]:
+    """On one rank: (weights of the chosen experts, which are chosen) of our router, both [T, E]."""
+    import torch.distributed as dist
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from swiftcp.parallel.cpu_shim import cpu_mode
+    from swiftcp.parallel.moe import Router
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=hidden_TH.size(1),
+        num_attention_heads=1,
+        num_moe_experts=weight_EH.size(0),
+        moe_router_topk=topk,
+        moe_router_load_balancing_type="aux_loss",
+        moe_router_dtype=router_dtype,
+        add_bias_linear=False,
+        params_dtype=hidden_TH.dtype,
+        perform_initialization=False,
+    )
+    groups = ProcessGroupCollection(**dict.fromkeys(("tp", "cp", "tp_cp", "tp_dp_cp"), dist.group.WORLD))
+    with cpu_mode(), torch.no_grad():
+        router = Router(config, pg_collection=groups)
+        router.weight.data = weight_EH
+        return router(hidden_TH[:, None])
+
+
+def routed_by_transformers(hidden_TH: Tensor, weight_EH: Tensor, topk: int) -> tuple[Tensor, Tensor]:
+    """The same of the router of `transformers`."""
+    from transformers.models.qwen3_vl_moe.configuration_qwen3_vl_moe import Qwen3VLMoeTextConfig
+    from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeTextTopKRouter
+
+    sizes = dict(num_experts=weight_EH.size(0), num_experts_per_tok=topk, hidden_size=hidden_TH.size(1))
+    router = Qwen3VLMoeTextTopKRouter(Qwen3VLMoeTextConfig(**sizes))
+    router.weight.data = weight_EH
+    with torch.no_grad():
+        logits_TE, weights_TK, experts_TK = router(hidden_TH)
+    weights_TE = torch.zeros_like(logits_TE).scatter(1, experts_TK, weights_TK)
+    return weights_TE, weights_TE > 0

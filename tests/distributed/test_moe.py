@@ -22,7 +22,7 @@ from tests.distributed.layout_harness import (
     weight_difference,
 )
 from tests.distributed.model_harness import gradient_excess, run_ours, run_transformers
-from tests.distributed.moe_harness import export_untrained, gradients_of_batches, reference
+from tests.distributed.moe_harness import export_untrained, gradients_of_batches, reference, routed, routed_by_transformers
 from tests.distributed.ranks import RankPool
 from tests.distributed.test_model_parity import MIXED, check
 from tests.distributed.training_harness import Pack
@@ -102,6 +102,19 @@ def test_router_losses_are_those_of_a_naive_loop_however_many_tokens_are_labelle
 def broken(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], relative: float) -> dict[str, float]:
     """The gradients that differ too much."""
     return {name: excess for name, excess in gradient_excess(got, expected, relative).items() if not excess <= 1}
+
+
+@pytest.mark.parametrize("router_dtype", ["fp32", None])
+def test_a_bfloat16_model_routes_in_float32_where_asked_and_else_as_transformers_does(ranks: RankPool, router_dtype: str | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden_TH, weight_EH = (torch.randn(size, 32, generator=generator).bfloat16() for size in (200, 16))
+    in_float32 = ranks.run(routed_by_transformers, hidden_TH.float(), weight_EH.float(), 4, num_ranks=1)[0]
+    in_bfloat16 = ranks.run(routed_by_transformers, hidden_TH, weight_EH, 4, num_ranks=1)[0]
+    assert not torch.equal(in_float32[1], in_bfloat16[1])  # some token goes to another expert
+    weights_TE, chosen_TE = ranks.run(routed, hidden_TH, weight_EH, 4, router_dtype, num_ranks=1)[0]
+    expected = in_float32 if router_dtype else in_bfloat16
+    assert torch.equal(chosen_TE, expected[1])
+    torch.testing.assert_close(weights_TE, expected[0], rtol=1e-5 if router_dtype else 2**-7, atol=0)  # 2**-7: the last bit of bfloat16
 
 
 @pytest.mark.parametrize(
