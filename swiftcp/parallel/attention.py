@@ -76,10 +76,10 @@ def attend_in_parts(query_THD: Tensor, key_TGD: Tensor, value_TGD: Tensor, strea
     parts = stream.parts
     if parts is None:
         return cut(query_THD, key_TGD, value_TGD, stream)
-    heads, num_whole = (query_THD, key_TGD, value_TGD), parts.num_whole
-    outputs = [whole(*(tensor[:num_whole] for tensor in heads), parts.whole)]
+    end = parts.num_whole
+    outputs = [whole(query_THD[:end], key_TGD[:end], value_TGD[:end], parts.whole)]
     if parts.cut is not None:
-        outputs.append(cut(*(tensor[num_whole:] for tensor in heads), parts.cut))
+        outputs.append(cut(query_THD[end:], key_TGD[end:], value_TGD[end:], parts.cut))
     return torch.cat(outputs)
 
 
