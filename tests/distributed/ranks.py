@@ -19,7 +19,11 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import psutil
+
 TIMEOUT_SECONDS = 300
+MAX_THREADS = 150
+"""Of a rank between two functions; some leave groups of gloo behind, whose threads poll for ever, and hundreds of them stop a machine."""
 
 
 def _free_port() -> int:
@@ -64,11 +68,10 @@ def _serve(rank: int, connection: Connection, device: str) -> None:
             result = function(*arguments)
             # All ranks leave at once: NCCL waits for those that are still in a group.
             mesh.stop()
-            # A model holds its groups in a cycle, and each group of gloo's keeps polling threads: hundreds of them stop a machine.
-            gc.collect()
-            connection.send((True, result))
+            gc.collect()  # a model holds its groups in a cycle
+            connection.send((True, result, psutil.Process().num_threads()))
         except BaseException:
-            connection.send((False, traceback.format_exc()))
+            connection.send((False, traceback.format_exc(), psutil.Process().num_threads()))
 
 
 class RankError(AssertionError):
@@ -82,12 +85,16 @@ class RankPool:
         """`device`: cpu, with gloo, or cuda, with NCCL and a GPU a rank."""
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["OMP_NUM_THREADS"] = "1"
+        self._size, self._device = size, device
+        self._start()
+
+    def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connections: list[Connection] = []
         self._processes = []
-        for rank in range(size):
+        for rank in range(self._size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, theirs, device), daemon=True)
+            process = context.Process(target=_serve, args=(rank, theirs, self._device), daemon=True)
             process.start()
             theirs.close()
             self._connections.append(ours)
@@ -112,10 +119,13 @@ class RankPool:
                 self.stop()
                 raise RankError(f"rank {rank} did not answer {function.__name__} within {TIMEOUT_SECONDS} s")
             answers.append(connection.recv())
-        failed = [(rank, text) for rank, (ok, text) in enumerate(answers) if not ok]
+        if max(num_threads for _, _, num_threads in answers) > MAX_THREADS:
+            self.stop()
+            self._start()
+        failed = [(rank, text) for rank, (ok, text, _) in enumerate(answers) if not ok]
         if failed:
             raise RankError("\n".join(f"rank {rank}:\n{text}" for rank, text in failed))
-        return [result for _, result in answers]
+        return [result for _, result, _ in answers]
 
     def stop(self) -> None:
         for process in self._processes:
