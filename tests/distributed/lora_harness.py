@@ -58,7 +58,7 @@ def measure_peft(folder: Path, adapter: Path, packs: Sequence[Pack]) -> Measurem
         _checkpoint_name(name): torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters() if p.requires_grad
     }
     norm = torch.stack([gradient.norm() for gradient in gradients.values()]).norm().item()
-    return Measurement(loss.item(), norm, gradients, torch.cat(logprobs))
+    return Measurement(loss.item(), norm, gradients, torch.cat(logprobs), router_losses=None)
 
 
 def transformers_logprobs(folder: Path, packs: Sequence[Pack]) -> Tensor:
