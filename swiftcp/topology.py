@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from swiftcp.config.environment import is_loopback
 from swiftcp.config.slurm import FIRST_PORT, NUM_PORTS
 from swiftcp.config.wording import counted
 from swiftcp.errors import ConfigError
@@ -55,7 +56,7 @@ class Topology:
 
     def describe(self) -> str:
         meeting_point = f", meeting at {self.master_addr}:{self.master_port}" if self.master_port else ""
-        if self.num_nodes > 1 and _is_loopback(self.master_addr):
+        if self.num_nodes > 1 and is_loopback(self.master_addr):
             meeting_point += " (this machine alone: nodes on other machines would never come)"
         return f"ranks from {self.source}: {counted(self.num_nodes, 'node')} x {self.local_world_size}{meeting_point}"
 
@@ -83,10 +84,6 @@ def _agree(what: str, found: Mapping[str, int | None]) -> None:
 def _below(name: str, value: int, limit_name: str, limit: int) -> None:
     if not 0 <= value < limit:
         raise ConfigError(f"environment: {name}={value} is not below {limit_name}={limit}: correct the launcher's variables")
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
 def _meeting_point(environment: Mapping[str, str], who: str) -> tuple[str, int]:
@@ -162,7 +159,7 @@ def _slurm_meeting_point(environment: Mapping[str, str], num_nodes: int) -> tupl
     }
     given = {name: environment[name] for name in found if environment.get(name)}
     address, port = _meeting_point(found | given, f"SLURM with {num_nodes} nodes")
-    if num_nodes > 1 and _is_loopback(address) and not _is_loopback(found["MASTER_ADDR"]):
+    if num_nodes > 1 and is_loopback(address) and not is_loopback(found["MASTER_ADDR"]):
         raise ConfigError(
             f"MASTER_ADDR={address} is each node itself, but the job's nodes are {nodes}: "
             f"set MASTER_ADDR={found['MASTER_ADDR']}, or unset it"

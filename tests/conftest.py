@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,61 +36,45 @@ def ranks() -> Iterator[RankPool]:
     pool.stop()
 
 
+def _tiny(tmp_path_factory: pytest.TempPathFactory, family: str, **settings: Any) -> Path:
+    from swiftcp.models.tiny import write_tiny
+
+    folder = tmp_path_factory.mktemp("checkpoints") / f"tiny_{family}"
+    write_tiny(family, folder, **settings)
+    return folder
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen3_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3-VL checkpoint folder."""
-    from swiftcp.models.tiny import write_tiny
-
-    folder = tmp_path_factory.mktemp("checkpoints") / "tiny_qwen3_vl"
-    write_tiny("qwen3_vl", folder, seed=0)
-    return folder
+    return _tiny(tmp_path_factory, "qwen3_vl")
 
 
 @pytest.fixture(scope="session")
 def eight_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tied tiny Qwen3-VL of which four chunks can be made, the first with both deepstack levels."""
-    from swiftcp.models.tiny import write_tiny
-
-    folder = tmp_path_factory.mktemp("checkpoints") / "eight_layers"
-    write_tiny("qwen3_vl", folder, num_layers=8, tie_word_embeddings=True)
-    return folder
+    return _tiny(tmp_path_factory, "qwen3_vl", num_layers=8, tie_word_embeddings=True)
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_vl_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3-VL-MoE checkpoint folder."""
-    from swiftcp.models.tiny import write_tiny
-
-    folder = tmp_path_factory.mktemp("checkpoints") / "tiny_qwen3_vl_moe"
-    write_tiny("qwen3_vl_moe", folder, seed=0)
-    return folder
+    return _tiny(tmp_path_factory, "qwen3_vl_moe")
 
 
 @pytest.fixture(scope="session")
 def tiny_omni(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3-Omni checkpoint folder: the whole model."""
-    from swiftcp.models.tiny import write_tiny
-
-    folder = tmp_path_factory.mktemp("checkpoints") / "tiny_omni"
-    write_tiny("qwen3_omni_moe", folder, seed=0)
-    return folder
+    return _tiny(tmp_path_factory, "qwen3_omni_moe")
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_5(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3.5 checkpoint folder."""
-    from swiftcp.models.tiny import write_tiny
-
-    folder = tmp_path_factory.mktemp("checkpoints") / "tiny_qwen3_5"
-    write_tiny("qwen3_5", folder, seed=0)
-    return folder
+    return _tiny(tmp_path_factory, "qwen3_5")
 
 
 @pytest.fixture(scope="session")
 def tiny_qwen3_5_moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3.5-MoE checkpoint folder."""
-    from swiftcp.models.tiny import write_tiny
-
-    folder = tmp_path_factory.mktemp("checkpoints") / "tiny_qwen3_5_moe"
-    write_tiny("qwen3_5_moe", folder, seed=0)
-    return folder
+    return _tiny(tmp_path_factory, "qwen3_5_moe")

@@ -69,3 +69,8 @@ def environment_warnings(environment: Mapping[str, str], keys: Mapping[str, Key]
     if "fps" not in keys:
         return []
     return [f"environment variable {variable} has no effect here" for variable in WITHOUT_EFFECT if environment.get(variable)]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a MASTER_ADDR is each node itself."""
+    return host in ("localhost", "::1") or host.startswith("127.")

@@ -235,12 +235,14 @@ def load_dataset(
     scan: RowScan | None = None,
     check_media: bool = True,
     num_workers: int = 0,
+    reports: bool = True,
 ) -> EncodedDataset:
     """Open data sets and look at every row.
 
     Args:
         strict: a bad row is an error; otherwise it is left out, counted and listed in the result's `dropped`.
         scan: what another rank found in the same data sets; nothing is scanned then.
+        reports: warn of what is left out or cut; one rank is enough.
 
     Raises:
         DataError: a data set cannot be read, rows are bad, or none is left.
@@ -248,23 +250,24 @@ def load_dataset(
     rows = read_rows(datasets)
     if scan is None:
         scan = scan_rows(rows, encoder, check_media=check_media, num_workers=num_workers)
-    _judge(scan, strict=strict, max_length=encoder.max_length)
-    if encoder.truncation_strategy in ("left", "right") and (num_cut := sum(length == encoder.max_length for length in scan.lengths)):
-        logger.warning(
-            "%d of %d rows have max_length %s: what they had beyond it is cut off (truncation_strategy %s)",
-            num_cut,
-            len(scan.lengths),
-            encoder.max_length,
-            encoder.truncation_strategy,
-        )
+    _check(scan, strict=strict, max_length=encoder.max_length)
+    if reports:
+        _warn_of_omitted(scan, encoder)
     return EncodedDataset(rows, encoder, scan, strict=strict)
 
 
-def _judge(scan: RowScan, *, strict: bool, max_length: int | None) -> None:
-    """Raise or report what the scan found."""
+def _check(scan: RowScan, *, strict: bool, max_length: int | None) -> None:
+    """Raises: DataError: rows are bad, or none is left."""
     bad, num_rows = scan.bad_rows, len(scan.kept) + len(scan.bad_rows) + len(scan.deleted_rows)
     if bad and (strict or len(bad) > MAX_BAD_SHARE * num_rows):
         raise DataError(_report(bad, num_rows, strict))
+    if not scan.kept:
+        raise DataError(f"none of {num_rows} rows is left: the longest has {scan.longest} tokens, max_length is {max_length}")
+
+
+def _warn_of_omitted(scan: RowScan, encoder: RowEncoder) -> None:
+    """Warn of rows that are left out or cut."""
+    bad, num_rows = scan.bad_rows, len(scan.kept) + len(scan.bad_rows) + len(scan.deleted_rows)
     if bad:
         kinds = ", ".join(f"{kind}: {count}" for kind, count in sorted(Counter(row.kind for row in bad).items()))
         logger.warning("%d of %d rows are bad and left out (%s); see bad_rows.jsonl", len(bad), num_rows, kinds)
@@ -273,11 +276,17 @@ def _judge(scan: RowScan, *, strict: bool, max_length: int | None) -> None:
             "%d of %d rows are longer than max_length %s and deleted; the longest has %d tokens",
             len(scan.deleted_rows),
             num_rows,
-            max_length,
+            encoder.max_length,
             scan.longest,
         )
-    if not scan.kept:
-        raise DataError(f"none of {num_rows} rows is left: the longest has {scan.longest} tokens, max_length is {max_length}")
+    if encoder.truncation_strategy in ("left", "right") and (num_cut := sum(length == encoder.max_length for length in scan.lengths)):
+        logger.warning(
+            "%d of %d rows have max_length %s: what they had beyond it is cut off (truncation_strategy %s)",
+            num_cut,
+            len(scan.lengths),
+            encoder.max_length,
+            encoder.truncation_strategy,
+        )
 
 
 def _report(bad: Sequence[BadRow], num_rows: int, strict: bool) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from swiftcp.config.environment import is_loopback
 from swiftcp.errors import ConfigError, TrainingError
 
 MEETING_MINUTES = 10.0
@@ -55,8 +56,7 @@ class Place:
 
     @property
     def minutes(self) -> float:
-        is_loopback = self.address == "localhost" or self.address == "::1" or self.address.startswith("127.")
-        return LOOPBACK_MINUTES if is_loopback and self.num_nodes > 1 else MEETING_MINUTES
+        return LOOPBACK_MINUTES if self.num_nodes > 1 and is_loopback(self.address) else MEETING_MINUTES
 
     def describe(self) -> str:
         return f"MASTER_ADDR={self.address}, MASTER_PORT={self.port}"

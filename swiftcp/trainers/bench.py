@@ -16,7 +16,7 @@ from torch import nn
 from swiftcp.config.bench import BenchConfig
 from swiftcp.config.resolved import ResolvedConfig
 from swiftcp.data.batch import Batch
-from swiftcp.models.build import build_chunks, freeze, transformer_config
+from swiftcp.models.build import build_chunks, freeze
 from swiftcp.models.registry import family_of
 from swiftcp.models.shapes import find_shape
 from swiftcp.models.towers import VisionGeometry
@@ -27,7 +27,7 @@ from swiftcp.trainers.ahead import PlannedBatch, plan_ahead
 from swiftcp.trainers.logs import memory_gib, utilisation
 from swiftcp.trainers.optimizer import build_optimizer, build_scheduler, wrap_model
 from swiftcp.trainers.part_timer import PartTimer
-from swiftcp.trainers.setup import cp_communication, recompute_fields, recompute_tower, router_fields, stage_fields, start_ranks
+from swiftcp.trainers.setup import decoder_settings, recompute_fields, recompute_tower, start_ranks
 from swiftcp.trainers.step import Runner, Totals, train_step
 from swiftcp.trainers.synthetic import random_pack
 
@@ -122,18 +122,7 @@ def build(config: BenchConfig, mesh: Mesh) -> Bench:
     family = family_of(hf_config.model_type)
     geometry = family.tower_geometry(hf_config)
     backend = select_backend(config.attention_backend)
-    dtype = getattr(torch, str(config.torch_dtype))
-    settings = transformer_config(
-        family,
-        hf_config,
-        mesh,
-        dtype=dtype,
-        backend=backend,
-        **cp_communication(config),
-        **stage_fields(config),
-        **router_fields(config),
-        **recompute_fields(config),
-    )
+    settings = decoder_settings(config, family, hf_config, mesh, backend=backend, recompute=recompute_fields(config))
     chunks = build_chunks(family, hf_config, settings, mesh, backend=backend)
     if config.vit_gradient_checkpointing:
         recompute_tower(chunks)

@@ -79,7 +79,7 @@ def open_dataset(
             progress=lambda done, total: _progress(done, total, alive),
         )
 
-    return load_dataset(datasets, encoder, strict=config.strict, scan=_from_first_rank(scan, mesh))
+    return load_dataset(datasets, encoder, strict=config.strict, scan=_from_first_rank(scan, mesh), reports=mesh.rank == 0)
 
 
 def _progress(done: int, total: int, alive: Callable[[], None]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from swiftcp.checkpoint.hf_reader import load_hf_folder
 from swiftcp.config.bench import BenchConfig
@@ -31,7 +32,7 @@ from swiftcp.models.mm_gpt_model import MultimodalGPTModel
 from swiftcp.models.registry import family_of
 from swiftcp.models.towers import Geometry
 from swiftcp.parallel import cpu_shim
-from swiftcp.parallel.layer_specs import select_backend
+from swiftcp.parallel.layer_specs import Backend, select_backend
 from swiftcp.parallel.mesh import Mesh, build_mesh, select_device, start_process_group
 from swiftcp.trainers.adapters import add_adapters, has_adapters
 from swiftcp.trainers.random_weights import initialize
@@ -175,6 +176,23 @@ def stage_fields(config: ParallelConfig) -> dict[str, Any]:
     }
 
 
+def decoder_settings(
+    config: RunConfig | BenchConfig, family: Family, hf_config: Any, mesh: Mesh, *, backend: Backend, recompute: Mapping[str, Any]
+) -> TransformerConfig:
+    """megatron-core's description of the decoder that a command's keys ask for; `recompute`: see `recompute_fields`."""
+    return transformer_config(
+        family,
+        hf_config,
+        mesh,
+        dtype=getattr(torch, str(config.torch_dtype)),
+        backend=backend,
+        **cp_communication(config),
+        **stage_fields(config),
+        **router_fields(config),
+        **recompute,
+    )
+
+
 def load_model(
     config: RunConfig, source: Source, mesh: Mesh, *, checkpointed_tower: bool = False, **recompute: Any
 ) -> list[MultimodalGPTModel]:
@@ -189,18 +207,7 @@ def load_model(
         WeightsError: the folder does not hold exactly the model's weights.
     """
     backend = select_backend(config.attention_backend)
-    dtype = getattr(torch, str(config.torch_dtype))
-    settings = transformer_config(
-        source.family,
-        source.hf_config,
-        mesh,
-        dtype=dtype,
-        backend=backend,
-        **cp_communication(config),
-        **stage_fields(config),
-        **router_fields(config),
-        **recompute,
-    )
+    settings = decoder_settings(config, source.family, source.hf_config, mesh, backend=backend, recompute=recompute)
     chunks = build_chunks(source.family, source.hf_config, settings, mesh, backend=backend, fuse_norms=not has_adapters(config))
     if checkpointed_tower:
         recompute_tower(chunks)
